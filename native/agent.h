@@ -1,0 +1,20 @@
+// The agent: serves the channel inside a sandbox. See docs/protocol.md, "Agent and worker".
+#ifndef UNTAX_AGENT_H
+#define UNTAX_AGENT_H
+
+#include <stdbool.h>
+
+struct agent_opts {
+    int channel_in, channel_out;  // the same descriptor for a socket
+    int worker_fd;                // socket to the ready default worker; -1: fork one
+    int control_fd;               // SOCK_SEQPACKET from the launcher; further workers arrive on it; -1: none
+    int memory_events_fd;         // the work group's oom_kill counter, read with pread; -1: none
+    int pids_events_fd;           // its "max N" counter of refused forks; -1: none
+    const char *workdir;          // until CONFIGURE says otherwise
+    bool is_init;                 // PID 1 of a pid namespace
+};
+
+// Serves until the channel ends; everything started is killed. Returns the exit status for the process.
+int agent_main(const struct agent_opts *opts);
+
+#endif
