@@ -1,0 +1,1 @@
+"""The vocabulary every other layer speaks. Standard library only, no I/O."""
