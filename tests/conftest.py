@@ -1,0 +1,89 @@
+"""Hooks of every suite: coroutine tests and fixtures, and skips that are failures where they were promised not to happen."""
+
+import asyncio
+import functools
+import inspect
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# ---- coroutine tests and fixtures, on one loop for the whole run so that a fixture may outlive a test ----
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    runner = pyfuncitem._request.getfixturevalue("_runner")
+    wanted = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    runner.run(pyfuncitem.obj(**wanted))
+    return True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef, request):
+    made = fixturedef.func
+    if inspect.isasyncgenfunction(made):
+        runner = request.getfixturevalue("_runner")
+
+        @functools.wraps(made)
+        def generator(*args, **kwargs):
+            steps = made(*args, **kwargs)
+            yield runner.run(_step(steps))
+            runner.run(_finish(steps))
+
+        del generator.__wrapped__  # or pytest sees the asynchronous one behind it
+        fixturedef.func = generator
+    elif inspect.iscoroutinefunction(made):
+        runner = request.getfixturevalue("_runner")
+        fixturedef.func = lambda *args, **kwargs: runner.run(made(*args, **kwargs))
+
+
+async def _step(steps):
+    return await anext(steps)
+
+
+async def _finish(steps):
+    async for _ in steps:
+        raise AssertionError("an asynchronous fixture yields once")
+
+
+# ---- UNTAX_REQUIRE=process,namespace: a skip for lack of those is a failure ----
+
+REQUIRED = tuple(name.strip() for name in os.environ.get("UNTAX_REQUIRE", "").split(",") if name.strip())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A reason of the form "namespace: needs …" names what is lacking; a required one must not be."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        lacking = reason.partition(":")[0].strip()
+        if lacking in REQUIRED:
+            report.outcome = "failed"
+            report.longrepr = f"UNTAX_REQUIRE names {lacking!r}, yet this was skipped: {reason}"
+    return report
+
+
+# ---- what this machine lacks, once, at the end ----
+
+
+def pytest_terminal_summary(terminalreporter):
+    reasons: dict[str, int] = {}
+    for report in terminalreporter.stats.get("skipped", ()):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        reasons[reason] = reasons.get(reason, 0) + 1
+    if reasons:
+        who = "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"
+        terminalreporter.section(f"skipped on this machine, as {who}")
+        for reason, count in sorted(reasons.items()):
+            terminalreporter.write_line(f"{count:5d} × {reason}")
