@@ -1,0 +1,76 @@
+# `make bench` and `make test` are all a newcomer needs; both set up .venv on their first run.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+CELL   := src/untax/_native/cell
+# Short enough for every change; the goal before a release is FUZZ_RUNS=10000000.
+FUZZ_RUNS ?= 200000
+
+.DEFAULT_GOAL := help
+.PHONY: help venv cell bench bench-budgets test native-test unit lint format fuzz wheels clean
+
+help:
+	@echo "make bench          time the T0 tier on every substrate of this machine"
+	@echo "make test           C and Python tests, as root also a second time as an ordinary user"
+	@echo "make lint           formatter, linter, strict types, and the C sources with -Werror"
+	@echo "make bench-budgets  every performance budget, into results/budgets.json"
+	@echo "make native-test    C unit tests under ASan and UBSan"
+	@echo "make fuzz           both parsers; FUZZ_RUNS=$(FUZZ_RUNS) inputs each"
+	@echo "make wheels         x86_64, aarch64 and pure-Python wheels into dist/"
+	@echo "make clean          remove everything that the above made"
+
+# ---- the environment: an editable install, and the cell rebuilt in place when a source changes ----
+
+$(VENV)/stamp: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	scripts/editable-install $(PY)
+	@touch $@
+
+$(CELL): CMakeLists.txt pyproject.toml $(wildcard native/*.c native/*.h) | $(VENV)/stamp
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake -S . -B build/dev -G Ninja -DUNTAX_INPLACE=ON --log-level=WARNING
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build build/dev -- --quiet
+	@touch $@
+
+venv: $(VENV)/stamp
+cell: $(CELL)
+
+# ---- what a change must pass ----
+
+lint: $(VENV)/stamp
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	scripts/native-lint
+
+format: $(VENV)/stamp
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+native-test:
+	scripts/native-test
+
+unit: $(CELL)
+	$(PY) -m pytest -q tests/unit
+
+test: $(CELL) native-test
+	scripts/run-tests $(PY)
+
+fuzz: $(VENV)/stamp
+	scripts/fuzz $(PY) $(FUZZ_RUNS)
+
+# ---- measuring ----
+
+bench: $(CELL)
+	$(PY) -m benchmarks.t0
+
+bench-budgets: $(CELL)
+	$(PY) -m benchmarks --json results/budgets.json
+
+# ---- shipping ----
+
+wheels: $(VENV)/stamp
+	scripts/build-wheels $(PY)
+
+clean:
+	rm -rf $(VENV) build dist results src/untax/_native .mypy_cache .ruff_cache
