@@ -1,0 +1,138 @@
+"""What a sandbox may leave behind, and a comparison with how it was before.
+
+Other programs on the host make and drop mounts, groups and processes all the time. Only what can be traced to this test is
+compared: processes below this one (which is made their reaper, so that a daemon cannot hide by changing parents), groups and
+mounts that carry one of the marks given, loop devices whose file lies below them.
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests import hostview
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its children abandon."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    mounts: frozenset[str] = frozenset()
+    cgroups: frozenset[str] = frozenset()
+    processes: frozenset[str] = frozenset()
+    namespaces: frozenset[str] = frozenset()
+    loops: frozenset[str] = frozenset()
+    descriptors: frozenset[str] = frozenset()
+    entries: frozenset[str] = frozenset()
+
+    def more_than(self, before: "Snapshot") -> dict[str, list[str]]:
+        """What there is now and was not before, by kind; empty when nothing is left over."""
+        extra = {kind: sorted(getattr(self, kind) - getattr(before, kind)) for kind in self.__dataclass_fields__}
+        return {kind: names for kind, names in extra.items() if names}
+
+
+@dataclass
+class Watch:
+    """Marks of one test: strings that occur in the paths, groups and mounts it makes."""
+
+    marks: tuple[str, ...]
+    state_dir: Path | None = None
+    ignore_processes: Callable[[hostview.Seen], bool] = field(default=lambda process: False)
+
+    def take(self) -> Snapshot:
+        _reap_orphans()
+        processes = [p for p in hostview.below(os.getpid()) if not self.ignore_processes(p)]
+        return Snapshot(
+            mounts=frozenset(line for line in _mounts() if self._is_ours(line)),
+            cgroups=frozenset(name for name in _cgroups() if self._is_ours(name)),
+            processes=frozenset(f"{p.pid} {p.comm} {p.state} started {p.started}" for p in processes),
+            namespaces=frozenset().union(*(_namespaces(p.pid) for p in processes), _namespaces("self")),
+            loops=frozenset(line for line in _loops() if self._is_ours(line)),
+            descriptors=frozenset(_descriptors()),
+            entries=frozenset(_entries(self.state_dir)),
+        )
+
+    def wait_like(self, before: Snapshot, within_s: float = 5.0) -> dict[str, list[str]]:
+        """Look again until nothing is left over or the time is up; gives what is left over."""
+        end = time.monotonic() + within_s
+        while extra := self.take().more_than(before):
+            if time.monotonic() > end:
+                return extra
+            time.sleep(0.02)
+        return {}
+
+    def _is_ours(self, text: str) -> bool:
+        return any(mark in text for mark in self.marks)
+
+
+def _reap_orphans() -> None:
+    """Zombies that came to us only because we adopt orphans; init would have reaped them at once."""
+    for process in hostview.below(os.getpid()):
+        if process.state == "Z" and process.ppid == os.getpid() and process.pid not in _own_children:
+            try:
+                os.waitpid(process.pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+
+
+_own_children: set[int] = set()  # pids that someone else here waits for
+
+
+def _mounts() -> list[str]:
+    with open("/proc/self/mountinfo") as mounts:
+        # Field 0 is a mount id, which another program's mount may take next.
+        return [line.split(" ", 2)[2].strip() for line in mounts]
+
+
+def _cgroups() -> list[str]:
+    return [where for where, _, _ in os.walk("/sys/fs/cgroup")]
+
+
+def _namespaces(pid: int | str) -> frozenset[str]:
+    found = set()
+    try:
+        for name in os.listdir(f"/proc/{pid}/ns"):
+            found.add(os.readlink(f"/proc/{pid}/ns/{name}"))
+    except OSError:
+        pass
+    return frozenset(found)
+
+
+def _loops() -> list[str]:
+    found = []
+    for device in Path("/sys/block").glob("loop*/loop/backing_file"):
+        try:
+            found.append(f"{device.parts[3]} {device.read_text().strip()}")
+        except OSError:
+            pass
+    return found
+
+
+def _descriptors() -> list[str]:
+    found: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("/proc/"):
+            continue
+        kind = target.split(":")[0] if not target.startswith("/") else target
+        found[kind] = found.get(kind, 0) + 1
+    return [f"{kind} #{n}" for kind, count in found.items() for n in range(count)]
+
+
+def _entries(state_dir: Path | None) -> list[str]:
+    if state_dir is None or not state_dir.exists():
+        return []
+    found = []
+    for where, directories, files in os.walk(state_dir):
+        found += [os.path.relpath(os.path.join(where, name), state_dir) for name in directories + files]
+    return found
