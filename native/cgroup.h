@@ -1,0 +1,42 @@
+// Control groups: limits on memory, processes and CPU, and killing or freezing a whole sandbox at once.
+//
+// Three layouts are met in the field: v2 alone; v1 controllers beside a v2 tree that has none ("hybrid", where kill and
+// freeze still work in the v2 tree); and no writable tree at all (an ordinary user without delegation). Each sandbox has two groups, `agent`
+// and `work`, so that a workload's out-of-memory kill cannot take the agent and a freeze does not stop it.
+#ifndef UNTAX_CGROUP_H
+#define UNTAX_CGROUP_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+enum cg_ability { CG_MEMORY = 1, CG_PIDS = 2, CG_CPU = 4, CG_KILL = 8, CG_FREEZE = 16 };
+
+struct cg_limits {
+    uint64_t memory_bytes;  // of the work group, swap included
+    uint32_t pids;
+    uint32_t cpu_permille;  // 1000 is one CPU
+};
+
+// What a sandbox's processes need; every descriptor is close-on-exec and closed by cg_box_close.
+struct cg_box {
+    int agent_join[4], work_join[4];  // writing "0" to each moves the writer
+    int agent_joins, work_joins;
+    int memory_events, pids_events;   // -1 where there is none
+};
+
+// Finds the trees and makes the engine's own group in each, named untax-<run>. Returns the abilities.
+unsigned cg_open(const char *run);
+unsigned cg_abilities(void);
+// 0, or -1 with errno and *step named; what was made is removed again.
+int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *out, const char **step);
+void cg_box_close(struct cg_box *box);
+// Makes the calling process a member. Call in the child while it still has the launcher's privileges.
+int cg_join(const int *fds, int count);
+int cg_box_freeze(const char *id, bool on);
+void cg_box_kill(const char *id);      // everything in it, where the tree can
+bool cg_box_remove(const char *id);    // false: something is still inside
+// Kills and removes what a dead engine left; false: not all of it would go.
+bool cg_sweep(const char *run);
+void cg_close(void);                   // removes the engine's own groups
+
+#endif
