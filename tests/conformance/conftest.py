@@ -1,0 +1,36 @@
+"""One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check."""
+
+import pytest
+from tests.images import small_image
+
+import untax
+from untax import substrates
+
+
+@pytest.fixture(scope="session", params=substrates.names())
+async def engine(request, tmp_path_factory):
+    if reason := substrates.load(request.param).unavailable_reason():
+        pytest.skip(f"{request.param}: {reason}")
+    async with untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param) as engine:
+        engine.test_substrate = request.param
+        yield engine
+
+
+@pytest.fixture
+def spec(engine):
+    """The same few megabytes everywhere; the weakest boundary that this substrate can claim."""
+    name = engine.test_substrate
+    return untax.EnvSpec(image=small_image(name), isolation=substrates.load(name).isolation)
+
+
+@pytest.fixture
+async def box(engine, spec):
+    async with engine.lease(spec) as box:
+        yield box
+
+
+@pytest.fixture
+def isolated(engine):
+    """Skips a check that only a substrate with a boundary can pass: nothing destructive is ever run on the bare host."""
+    if substrates.load(engine.test_substrate).isolation == "none":
+        pytest.skip(f"the substrate {engine.test_substrate!r} has no boundary")
