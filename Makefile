@@ -62,7 +62,7 @@ fuzz: $(VENV)/stamp
 # ---- measuring ----
 
 bench: $(CELL)
-	$(PY) -m benchmarks.t0
+	$(VENV)/bin/untax bench --out results/t0
 
 bench-budgets: $(CELL)
 	$(PY) -m benchmarks --json results/budgets.json

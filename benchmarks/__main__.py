@@ -1,0 +1,62 @@
+"""Every budget, one after another, and one report: `python -m benchmarks [--json FILE] [--only NAME]… [--quick]`."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import _measure
+
+PROGRAMS = ("cold_create", "action", "transfer", "destroy", "thousand", "flood", "crash", "cycles")
+QUICK = {
+    "cold_create": 50,
+    "action": 50,
+    "transfer": 3,
+    "destroy": 20,
+    "thousand": 100,
+    "flood": 1,
+    "crash": 1,
+    "cycles": 200,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="every performance budget")
+    parser.add_argument(
+        "--json", metavar="FILE", default="results/budgets.json", help="the report (default: %(default)s)"
+    )
+    parser.add_argument("--only", action="append", choices=PROGRAMS, help="this program; may be repeated")
+    parser.add_argument(
+        "--quick", action="store_true", help="few samples: shows that the programs work, settles no budget"
+    )
+    arguments = parser.parse_args()
+    reports = []
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as place:
+        for name in arguments.only or PROGRAMS:
+            target = Path(place) / f"{name}.json"
+            argv = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(target)]
+            if arguments.quick:
+                argv += ["--count", str(QUICK[name])]
+            print(f"\n== {name}", flush=True)
+            begin = time.monotonic()
+            status = subprocess.run(argv, check=False).returncode
+            if target.exists():
+                reports.append({**json.loads(target.read_text()), "took_s": round(time.monotonic() - begin, 1)})
+            if status:
+                failed.append(name)
+    _measure.write_json(
+        arguments.json, {"version": 1, "host": _measure.host_facts(), "quick": arguments.quick, "programs": reports}
+    )
+    print(
+        f"\nwritten to {arguments.json}; "
+        + (f"missed or failed: {', '.join(failed)}" if failed else "every budget holds")
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
