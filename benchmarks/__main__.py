@@ -25,13 +25,9 @@ QUICK = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="every performance budget")
-    parser.add_argument(
-        "--json", metavar="FILE", default="results/budgets.json", help="the report (default: %(default)s)"
-    )
+    parser.add_argument("--json", metavar="FILE", default="results/budgets.json", help="the report (default: %(default)s)")
     parser.add_argument("--only", action="append", choices=PROGRAMS, help="this program; may be repeated")
-    parser.add_argument(
-        "--quick", action="store_true", help="few samples: shows that the programs work, settles no budget"
-    )
+    parser.add_argument("--quick", action="store_true", help="few samples: shows that the programs work, settles no budget")
     arguments = parser.parse_args()
     reports = []
     failed: list[str] = []
@@ -48,13 +44,8 @@ def main() -> int:
                 reports.append({**json.loads(target.read_text()), "took_s": round(time.monotonic() - begin, 1)})
             if status:
                 failed.append(name)
-    _measure.write_json(
-        arguments.json, {"version": 1, "host": _measure.host_facts(), "quick": arguments.quick, "programs": reports}
-    )
-    print(
-        f"\nwritten to {arguments.json}; "
-        + (f"missed or failed: {', '.join(failed)}" if failed else "every budget holds")
-    )
+    _measure.write_json(arguments.json, {"version": 1, "host": _measure.host_facts(), "quick": arguments.quick, "programs": reports})
+    print(f"\nwritten to {arguments.json}; " + (f"missed or failed: {', '.join(failed)}" if failed else "every budget holds"))
     return 1 if failed else 0
 
 

@@ -94,9 +94,7 @@ def compare(
     return row
 
 
-def number(
-    what: str, substrate: str, value: float, unit: str, *, budget: str, holds: bool | None, note: str = ""
-) -> Row:
+def number(what: str, substrate: str, value: float, unit: str, *, budget: str, holds: bool | None, note: str = "") -> Row:
     """A row for something that is one number and not a distribution."""
     return Row(what, substrate, value, value, unit=unit, budget=budget, holds=holds, count=1, note=note)
 
@@ -248,9 +246,7 @@ def table(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
 def _figure(value: float | None) -> str:

@@ -46,11 +46,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
                     gone.append(time.perf_counter() - begin)
                     if ended is None or differs:
                         unfinished = differs or {"processes": 1}
-    note = (
-        f"after {GONE_S:g} s still: {unfinished}"
-        if unfinished
-        else "processes, namespaces, mounts, groups, descriptors, directories"
-    )
+    note = f"after {GONE_S:g} s still: {unfinished}" if unfinished else "processes, namespaces, mounts, groups, descriptors, directories"
     return [
         _measure.compare(
             "release returns",

@@ -46,9 +46,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
             begin = time.perf_counter()
         closed_s = time.perf_counter() - begin
         ended = doomed.wait_gone(GONE_S)
-        while (
-            left := _census.groups_named(mark) + _census.mounts_naming(state)
-        ) and time.perf_counter() - begin < GONE_S:
+        while (left := _census.groups_named(mark) + _census.mounts_naming(state)) and time.perf_counter() - begin < GONE_S:
             time.sleep(0.02)
         gone_s = time.perf_counter() - begin
     first, last = created[:WINDOW], created[-WINDOW:]
