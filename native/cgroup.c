@@ -286,6 +286,23 @@ int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *o
     return -1;
 }
 
+static void open_join(struct cg_box *out, enum tree_index which, const char *format, const char *id) {
+    char path[160];
+    snprintf(path, sizeof path, format, id);
+    if (trees[which].own >= 0) out->work_join[out->work_joins++] = open_file(trees[which].own, path, O_WRONLY);
+}
+
+int cg_box_open(const char *id, struct cg_box *out) {
+    *out = (struct cg_box){.memory_events = -1, .pids_events = -1};
+    open_join(out, T_UNIFIED, "%s/work/cgroup.procs", id);
+    open_join(out, T_MEMORY, "%s/cgroup.procs", id);
+    open_join(out, T_PIDS, "%s/cgroup.procs", id);
+    open_join(out, T_CPU, "%s/cgroup.procs", id);
+    for (int i = 0; i < out->work_joins; i++)
+        if (out->work_join[i] < 0) return -1;
+    return 0;
+}
+
 void cg_box_close(struct cg_box *box) {
     for (int i = 0; i < box->agent_joins; i++) io_close(&box->agent_join[i]);
     for (int i = 0; i < box->work_joins; i++) io_close(&box->work_join[i]);

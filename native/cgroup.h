@@ -29,6 +29,8 @@ unsigned cg_open(const char *run);
 unsigned cg_abilities(void);
 // 0, or -1 with errno and *step named; what was made is removed again.
 int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *out, const char **step);
+// The join files of a sandbox that is already there.
+int cg_box_open(const char *id, struct cg_box *out);
 void cg_box_close(struct cg_box *box);
 // Makes the calling process a member. Call in the child while it still has the launcher's privileges.
 int cg_join(const int *fds, int count);

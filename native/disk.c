@@ -1,0 +1,248 @@
+#define _GNU_SOURCE
+#include "disk.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/btrfs.h>
+#include <linux/fs.h>
+#include <linux/loop.h>
+#include <linux/magic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mount.h>
+#include <sys/quota.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "io.h"
+#include "kernel.h"
+
+#define PROJECT_FIRST 0x75740000u  // ids of our own, far from those people give by hand
+#define PROJECT_QUOTA 2            // PRJQUOTA, which older headers lack
+#define SIMPLE_QUOTA 4             // BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA, Linux 6.7: no accounting at commit time
+
+static struct {
+    enum disk_mode mode;
+    int boxes, trash;
+    bool dirty;  // something lies in the trash
+} disk = {.boxes = -1, .trash = -1};
+
+enum disk_mode disk_mode(void) { return disk.mode; }
+
+// ---- removing ----
+
+static bool remove_entry(int dir, const char *name, bool is_dir) {
+    if (!is_dir && !unlinkat(dir, name, 0)) return true;
+    if (!is_dir && errno != EISDIR) return errno == ENOENT;
+    return disk_remove_tree(dir, name);
+}
+
+bool disk_remove_tree(int dir, const char *name) {
+    int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (fd < 0 && (errno == EACCES || errno == EPERM)) {
+        fchmodat(dir, name, 0700, 0);  // a workload's chmod 000, or overlay's own work directory
+        fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    }
+    if (fd < 0) return (errno == ENOTDIR || errno == ELOOP) ? !unlinkat(dir, name, 0) : errno == ENOENT;
+    struct stat st;
+    if (!fstat(fd, &st) && (st.st_mode & 0700) != 0700) fchmod(fd, 0700);
+    DIR *d = fdopendir(fd);
+    if (!d) {
+        close(fd);
+        return false;
+    }
+    for (struct dirent *e; (e = readdir(d));)
+        if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) remove_entry(fd, e->d_name, e->d_type == DT_DIR);
+    closedir(d);
+    return !unlinkat(dir, name, AT_REMOVEDIR) || errno == ENOENT;
+}
+
+static void remove_all(int dir) {
+    DIR *d = fdopendir(openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (struct dirent *e; d && (e = readdir(d));)
+        if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) disk_remove_tree(dir, e->d_name);
+    if (d) closedir(d);
+}
+
+pid_t disk_sweep_trash(void) {
+    if (!disk.dirty) return -1;
+    disk.dirty = false;
+    pid_t pid = fork();
+    if (pid) return pid;
+    if (nice(19) < 0) _exit(1);
+    remove_all(disk.trash);
+    _exit(0);
+}
+
+// ---- btrfs ----
+
+static int limit_subvolume(int subvolume, uint64_t bytes) {
+    struct btrfs_ioctl_qgroup_limit_args args = {.lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = bytes}};
+    return ioctl(subvolume, BTRFS_IOC_QGROUP_LIMIT, &args);
+}
+
+static int make_subvolume(const char *id, uint64_t bytes) {
+    struct btrfs_ioctl_vol_args args = {0};
+    snprintf(args.name, sizeof args.name, "%s", id);
+    if (ioctl(disk.boxes, BTRFS_IOC_SUBVOL_CREATE, &args)) return -1;
+    int fd = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0 && !limit_subvolume(fd, bytes)) return fd;
+    int error = errno;
+    io_close(&fd);
+    ioctl(disk.boxes, BTRFS_IOC_SNAP_DESTROY, &args);
+    errno = error;
+    return -1;
+}
+
+static bool destroy_subvolume(const char *id) {
+    struct btrfs_ioctl_vol_args args = {0};
+    snprintf(args.name, sizeof args.name, "%s", id);
+    return !ioctl(disk.boxes, BTRFS_IOC_SNAP_DESTROY, &args);
+}
+
+static bool is_btrfs(int fd) {
+    struct statfs st;
+    return !fstatfs(fd, &st) && st.f_type == BTRFS_SUPER_MAGIC;
+}
+
+// Whether a subvolume with a limit can be made here; leaves nothing.
+static bool try_subvolume(void) {
+    int fd = make_subvolume("probe", 1 << 20);
+    if (fd < 0) return false;
+    close(fd);
+    return destroy_subvolume("probe");
+}
+
+static int attach_loop(const char *image, char *device, size_t size) {
+    autoclose int backing = open(image, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    autoclose int control = open("/dev/loop-control", O_RDWR | O_CLOEXEC);
+    if (backing < 0 || control < 0) return -1;
+    // Another process may take the number between the two calls.
+    for (int tries = 0; tries < 16; tries++) {
+        int n = ioctl(control, LOOP_CTL_GET_FREE);
+        if (n < 0) return -1;
+        snprintf(device, size, "/dev/loop%d", n);
+        int loop = open(device, O_RDWR | O_CLOEXEC);
+        struct loop_config config = {.fd = (uint32_t)backing, .info = {.lo_flags = LO_FLAGS_AUTOCLEAR}};
+        if (loop < 0) return -1;
+        if (!ioctl(loop, LOOP_CONFIGURE, &config)) return loop;
+        int error = errno;
+        close(loop);
+        errno = error;
+        if (error != EBUSY) return -1;
+    }
+    return -1;
+}
+
+static void drop_leftovers(void) {
+    DIR *d = fdopendir(openat(disk.boxes, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (struct dirent *e; d && (e = readdir(d));)
+        if (e->d_name[0] != '.' && !destroy_subvolume(e->d_name)) disk_remove_tree(disk.boxes, e->d_name);
+    if (d) closedir(d);
+}
+
+// Mounted in the launcher's own mount namespace: it goes with the launcher, however that ends.
+static bool mount_image(const char *image, const char *boxes, char *why, size_t size) {
+    char device[32];
+    autoclose int loop = attach_loop(image, device, sizeof device);
+    if (loop < 0) {
+        snprintf(why, size, "no loop device: %s", strerror(errno));
+        return false;
+    }
+    if (mount(device, boxes, "btrfs", MS_NOSUID | MS_NODEV | MS_NOATIME, "discard=async")) {
+        snprintf(why, size, "cannot mount the btrfs image: %s", strerror(errno));
+        return false;
+    }
+    io_close(&disk.boxes);
+    disk.boxes = open(boxes, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    struct btrfs_ioctl_quota_ctl_args quota = {.cmd = SIMPLE_QUOTA};
+    if (ioctl(disk.boxes, BTRFS_IOC_QUOTA_CTL, &quota)) {
+        quota.cmd = BTRFS_QUOTA_CTL_ENABLE;
+        ioctl(disk.boxes, BTRFS_IOC_QUOTA_CTL, &quota);  // already on when the image was used before
+    }
+    drop_leftovers();
+    if (try_subvolume()) return true;
+    snprintf(why, size, "btrfs quotas do not work here: %s", strerror(errno));
+    return false;
+}
+
+// ---- project quotas ----
+
+static int limit_project(int dir, unsigned number, uint64_t bytes) {
+    struct fsxattr attr;
+    uint32_t project = PROJECT_FIRST + number;
+    if (ioctl(dir, FS_IOC_FSGETXATTR, &attr)) return -1;
+    attr.fsx_projid = project;
+    attr.fsx_xflags |= FS_XFLAG_PROJINHERIT;
+    if (ioctl(dir, FS_IOC_FSSETXATTR, &attr)) return -1;
+    struct dqblk limit = {.dqb_bhardlimit = bytes / 1024, .dqb_valid = QIF_LIMITS};
+    return (int)syscall(NR_quotactl_fd, dir, QCMD(Q_SETQUOTA, PROJECT_QUOTA), project, &limit);
+}
+
+static bool try_project(void) {
+    if (mkdirat(disk.boxes, "probe", 0700)) return false;
+    autoclose int dir = openat(disk.boxes, "probe", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool works = dir >= 0 && !limit_project(dir, 0, 1 << 20);
+    unlinkat(disk.boxes, "probe", AT_REMOVEDIR);
+    return works;
+}
+
+// ---- the interface ----
+
+int disk_open(const char *dir, const char *image, char *why, size_t why_size) {
+    char boxes[4200], trash[4200];
+    snprintf(boxes, sizeof boxes, "%s/boxes", dir);
+    snprintf(trash, sizeof trash, "%s/trash", dir);
+    why[0] = 0;
+    if ((mkdir(boxes, 0700) && errno != EEXIST) || (mkdir(trash, 0700) && errno != EEXIST)) return -1;
+    disk.boxes = open(boxes, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    disk.trash = open(trash, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (disk.boxes < 0 || disk.trash < 0) return -1;
+    if (try_project()) disk.mode = DISK_PROJECT;
+    else if (is_btrfs(disk.boxes) && try_subvolume()) disk.mode = DISK_BTRFS;
+    else if (*image && mount_image(image, boxes, why, why_size)) disk.mode = DISK_IMAGE;
+    else if (!*why) snprintf(why, why_size, "the state directory's file system has no project quotas and is not btrfs with quotas on");
+    return 0;
+}
+
+static int make_dir(const char *id, unsigned number, uint64_t bytes) {
+    if (disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) return make_subvolume(id, bytes);
+    if (mkdirat(disk.boxes, id, 0700)) return -1;
+    int fd = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd >= 0 && disk.mode == DISK_PROJECT && limit_project(fd, number, bytes)) io_close(&fd);
+    return fd;
+}
+
+int disk_make(const char *id, unsigned number, uint64_t bytes, struct disk_box *out) {
+    *out = (struct disk_box){-1, -1};
+    autoclose int dir = make_dir(id, number, bytes);
+    if (dir >= 0 && !mkdirat(dir, "upper", 0755) && !mkdirat(dir, "work", 0755)) {
+        out->upper = openat(dir, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        out->work = openat(dir, "work", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (out->upper >= 0 && out->work >= 0) return 0;
+    }
+    int error = errno;
+    disk_box_close(out);
+    disk_drop(id);
+    errno = error;
+    return -1;
+}
+
+void disk_box_close(struct disk_box *box) {
+    io_close(&box->upper);
+    io_close(&box->work);
+}
+
+void disk_drop(const char *id) {
+    if ((disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) && destroy_subvolume(id)) return;
+    if (disk.mode == DISK_IMAGE) {
+        disk_remove_tree(disk.boxes, id);  // cannot be renamed out of its file system
+    } else if (!renameat(disk.boxes, id, disk.trash, id)) {
+        disk.dirty = true;
+    }
+}

@@ -1,0 +1,32 @@
+// Where upper directories live, and how much they may hold.
+//
+// The first of these that the host offers: project quotas of the state directory's file system; btrfs with quotas on, a subvolume for each sandbox;
+// one sparse btrfs image that the engine made for the purpose (root only). Otherwise directories without a limit.
+#ifndef UNTAX_DISK_H
+#define UNTAX_DISK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+enum disk_mode { DISK_PLAIN = 0, DISK_PROJECT = 1, DISK_BTRFS = 2, DISK_IMAGE = 3 };
+
+struct disk_box {
+    int upper, work;  // directories, owned by the launcher
+};
+
+// `dir` holds boxes/ and trash/. `image` is a file with btrfs on it, or "". Never fails for want of quotas; `why` then says what was missing.
+int disk_open(const char *dir, const char *image, char *why, size_t why_size);
+enum disk_mode disk_mode(void);
+// 0, or -1 with errno; nothing is left behind.
+int disk_make(const char *id, unsigned number, uint64_t bytes, struct disk_box *out);
+void disk_box_close(struct disk_box *box);
+// The sandbox is gone: its files too, at once or in the background.
+void disk_drop(const char *id);
+// Starts deleting in the background when there is something to delete and nobody does; the child's pid, else -1.
+pid_t disk_sweep_trash(void);
+// Removes a tree, never following a link and never leaving it. False: something is still there.
+bool disk_remove_tree(int dir, const char *name);
+
+#endif

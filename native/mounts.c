@@ -1,0 +1,256 @@
+#define _GNU_SOURCE
+#include "mounts.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "io.h"
+#include "kernel.h"
+
+int mounts_tmpfs(uint64_t bytes, uint64_t inodes, const char *mode, unsigned attributes) {
+    autoclose int fs = k_fsopen("tmpfs");
+    if (fs < 0) return -1;
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)bytes);
+    if (k_fsconfig(fs, K_FSCONFIG_STRING, "size", text)) return -1;
+    snprintf(text, sizeof text, "%llu", (unsigned long long)inodes);
+    if (inodes && k_fsconfig(fs, K_FSCONFIG_STRING, "nr_inodes", text)) return -1;
+    if (k_fsconfig(fs, K_FSCONFIG_STRING, "mode", mode)) return -1;
+    if (k_fsconfig(fs, K_FSCONFIG_CREATE, NULL, NULL)) return -1;
+    return k_fsmount(fs, attributes);
+}
+
+// ---- the stage ----
+
+static const struct {
+    const char *name;
+    unsigned major, minor;
+} devices[] = {{"null", 1, 3}, {"zero", 1, 5}, {"full", 1, 7}, {"random", 1, 8}, {"urandom", 1, 9}, {"tty", 5, 0}};
+
+static int make_device(const struct mounts *m, int dir, size_t i) {
+    if (!m->in_userns) {
+        if (mknodat(dir, devices[i].name, S_IFCHR | 0666, makedev(devices[i].major, devices[i].minor))) return -1;
+        return fchmodat(dir, devices[i].name, 0666, 0);
+    }
+    // An ordinary user cannot make device nodes, but can show the host's.
+    char path[32];
+    snprintf(path, sizeof path, "/dev/%s", devices[i].name);
+    autoclose int file = openat(dir, devices[i].name, O_CREAT | O_RDONLY | O_CLOEXEC, 0666);
+    autoclose int tree = k_open_tree(AT_FDCWD, path, K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC);
+    if (file < 0 || tree < 0) return -1;
+    return k_move_mount(tree, "", dir, devices[i].name, K_MOVE_FROM_EMPTY);
+}
+
+// One /dev for all: nothing in it can be written, and each sandbox mounts its own pts and shm over the empty directories.
+static int make_dev(struct mounts *m) {
+    if (mkdirat(m->stage, "dev", 0755)) return -1;
+    autoclose int fs = mounts_tmpfs(1 << 20, 0, "755", K_ATTR_NOSUID | K_ATTR_NOEXEC);
+    if (fs < 0 || k_move_mount(fs, "", m->stage, "dev", K_MOVE_FROM_EMPTY)) return -1;
+    autoclose int dir = openat(m->stage, "dev", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir < 0) return -1;
+    for (size_t i = 0; i < sizeof devices / sizeof *devices; i++)
+        if (make_device(m, dir, i)) return -1;
+    if (mkdirat(dir, "pts", 0755) || mkdirat(dir, "shm", 0755)) return -1;
+    if (symlinkat("/proc/self/fd", dir, "fd") || symlinkat("/proc/self/fd/0", dir, "stdin") || symlinkat("/proc/self/fd/1", dir, "stdout") ||
+        symlinkat("/proc/self/fd/2", dir, "stderr") || symlinkat("pts/ptmx", dir, "ptmx"))
+        return -1;
+    struct k_mount_attr attr = {.set = K_ATTR_RDONLY | K_ATTR_NOSUID};
+    return k_mount_setattr(dir, "", K_AT_EMPTY_PATH, &attr);
+}
+
+// In a child: an empty read-only tmpfs becomes the root and everything else is let go. An ordinary user's keeps the host's /proc
+// in sight, without which the kernel would not let it mount new ones; each sandbox lets go of it once it has its own.
+static int become_empty(bool keep_proc) {
+    if (unshare(CLONE_NEWNS) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL)) return -1;
+    autoclose int fs = mounts_tmpfs(4096, 0, "555", K_ATTR_NOSUID | K_ATTR_NODEV | K_ATTR_NOEXEC);
+    autoclose int proc = keep_proc ? k_open_tree(AT_FDCWD, "/proc", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_RECURSIVE) : -1;
+    if (fs < 0 || (keep_proc && (proc < 0 || mkdirat(fs, "proc", 0555)))) return -1;
+    if (k_move_mount(fs, "", AT_FDCWD, "/", K_MOVE_FROM_EMPTY)) return -1;
+    if (fchdir(fs) || syscall(SYS_pivot_root, ".", ".") || umount2(".", MNT_DETACH)) return -1;
+    if (keep_proc && k_move_mount(proc, "", AT_FDCWD, "/proc", K_MOVE_FROM_EMPTY)) return -1;
+    struct k_mount_attr attr = {.set = K_ATTR_RDONLY};
+    return k_mount_setattr(AT_FDCWD, "/", 0, &attr);
+}
+
+// The namespace lives on through the descriptor after the child that made it is gone.
+static int make_empty_ns(bool keep_proc) {
+    int ready[2], done[2];
+    if (pipe2(ready, O_CLOEXEC)) return -1;
+    if (pipe2(done, O_CLOEXEC)) {
+        close(ready[0]), close(ready[1]);
+        return -1;
+    }
+    pid_t pid = fork();
+    if (!pid) {
+        char c = become_empty(keep_proc) ? (char)errno : 0;
+        close(done[1]);
+        if (write(ready[1], &c, 1) == 1 && read(done[0], &c, 1) < 0) _exit(1);
+        _exit(0);
+    }
+    close(ready[1]), close(done[0]);
+    char c = EIO;
+    int ns = -1;
+    if (pid > 0 && read(ready[0], &c, 1) == 1 && !c) {
+        char path[48];
+        snprintf(path, sizeof path, "/proc/%d/ns/mnt", pid);
+        ns = open(path, O_RDONLY | O_CLOEXEC);
+    }
+    int error = ns < 0 && c ? c : errno;
+    close(ready[0]), close(done[1]);
+    if (pid > 0) waitpid(pid, NULL, 0);
+    errno = error;
+    return ns;
+}
+
+int mounts_open(struct mounts *m, const char *dir, bool in_userns, const char **step) {
+    *m = (struct mounts){.in_userns = in_userns, .stage = -1, .empty_ns = -1};
+    autoclose int fs = mounts_tmpfs(4 << 20, 0, "700", K_ATTR_NOSUID);
+    *step = "stage";
+    if (fs < 0 || k_move_mount(fs, "", AT_FDCWD, dir, K_MOVE_FROM_EMPTY)) return -1;
+    m->stage = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (m->stage < 0) return -1;
+    *step = "device directory";
+    if (make_dev(m)) return -1;
+    *step = "empty mount namespace";
+    m->empty_ns = make_empty_ns(in_userns);
+    return m->empty_ns < 0 ? -1 : 0;
+}
+
+// ---- views of host directories ----
+
+#define BINDS_MAX 64
+static struct {
+    char source[512];
+    int id;
+} known[BINDS_MAX];
+
+static int clone_of(int dir, const char *path) {
+    return k_open_tree(dir, path, K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_RECURSIVE);
+}
+
+static int add_bind(struct mounts *m, const char *source) {
+    char name[16];
+    snprintf(name, sizeof name, "b%d", m->next_bind);
+    autoclose int tree = clone_of(AT_FDCWD, source);
+    if (tree < 0) return -1;
+    struct k_mount_attr attr = {.set = K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV};
+    if (k_mount_setattr(tree, "", K_AT_EMPTY_PATH | K_AT_RECURSIVE, &attr)) return -1;
+    struct stat st;
+    if (fstat(tree, &st)) return -1;
+    if (S_ISDIR(st.st_mode)) {
+        if (mkdirat(m->stage, name, 0700)) return -1;
+    } else {
+        autoclose int file = openat(m->stage, name, O_CREAT | O_EXCL | O_RDONLY | O_CLOEXEC, 0600);
+        if (file < 0) return -1;
+    }
+    if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) return -1;
+    snprintf(known[m->next_bind].source, sizeof known->source, "%s", source);
+    return m->next_bind++;
+}
+
+int mounts_bind(struct mounts *m, const char *source) {
+    int id = 0;
+    while (id < m->next_bind && strcmp(known[id].source, source)) id++;
+    if (id == m->next_bind) {
+        if (id == BINDS_MAX || strlen(source) >= sizeof known->source) {
+            errno = E2BIG;
+            return -1;
+        }
+        id = add_bind(m, source);
+        if (id < 0) return -1;
+    }
+    char name[16];
+    snprintf(name, sizeof name, "b%d", id);
+    return clone_of(m->stage, name);
+}
+
+int mounts_dev(struct mounts *m) { return clone_of(m->stage, "dev"); }
+
+// ---- overlay ----
+
+// Shifts a layer's owners into the sandbox's user namespace. The shifted view must be attached somewhere while overlay looks at it.
+static int shift_layer(struct mounts *m, int layer, int userns, unsigned n, char *name, size_t size) {
+    snprintf(name, size, "l%u", n);
+    autoclose int tree = k_open_tree(layer, "", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_EMPTY_PATH);
+    if (tree < 0) return -1;
+    struct k_mount_attr attr = {.set = K_ATTR_IDMAP, .userns_fd = (uint64_t)userns};
+    if (k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr)) return -1;
+    if (mkdirat(m->stage, name, 0700) && errno != EEXIST) return -1;
+    if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) return -1;
+    int shifted = openat(m->stage, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    return shifted;
+}
+
+// Layers are named by descriptor: no path of theirs is parsed as mount options, and none is too long.
+static int add_lowers(int fs, const int *lowers, size_t count) {
+    char text[256] = "", one[32];
+    for (size_t i = 0; i < count; i++) {
+        snprintf(one, sizeof one, "/proc/self/fd/%d", lowers[i]);
+        if (k_fsconfig(fs, K_FSCONFIG_STRING, "lowerdir+", one) == 0) continue;
+        if (i || errno != EINVAL) return -1;
+        // before Linux 6.8 all of them come in one string, which fsconfig limits to 255 bytes
+        size_t used = 0;
+        for (size_t j = 0; j < count; j++) {
+            int n = snprintf(text + used, sizeof text - used, "%s/proc/self/fd/%d", j ? ":" : "", lowers[j]);
+            used += (size_t)n;
+            if (used >= sizeof text) {
+                errno = E2BIG;
+                return -1;
+            }
+        }
+        return k_fsconfig(fs, K_FSCONFIG_STRING, "lowerdir", text);
+    }
+    return 0;
+}
+
+static int overlay_of(const struct mounts *m, const int *lowers, size_t count, int upper, int work) {
+    autoclose int fs = k_fsopen("overlay");
+    if (fs < 0) return -1;
+    char up[32], wk[32];
+    snprintf(up, sizeof up, "/proc/self/fd/%d", upper);
+    snprintf(wk, sizeof wk, "/proc/self/fd/%d", work);
+    if (add_lowers(fs, lowers, count) || k_fsconfig(fs, K_FSCONFIG_STRING, "upperdir", up) || k_fsconfig(fs, K_FSCONFIG_STRING, "workdir", wk))
+        return -1;
+    if (m->in_userns ? k_fsconfig(fs, K_FSCONFIG_FLAG, "userxattr", NULL) : k_fsconfig(fs, K_FSCONFIG_STRING, "redirect_dir", "on")) return -1;
+    // Without `volatile` killing a sandbox would sync its file system; nothing in an upper directory outlives its sandbox.
+    if (k_fsconfig(fs, K_FSCONFIG_STRING, "index", "off") || k_fsconfig(fs, K_FSCONFIG_FLAG, "volatile", NULL)) return -1;
+    if (k_fsconfig(fs, K_FSCONFIG_CREATE, NULL, NULL)) return -1;
+    return k_fsmount(fs, K_ATTR_NOSUID | K_ATTR_NODEV);
+}
+
+int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns, const char **step) {
+    int shifted[LAYERS_MAX];
+    size_t done = 0;
+    *step = "layer owners";
+    if (count > LAYERS_MAX) {
+        errno = E2BIG;
+        return -1;
+    }
+    char name[16];
+    int mount_fd = -1;
+    if (userns >= 0)
+        for (; done < count; done++)
+            if ((shifted[done] = shift_layer(m, lowers[done], userns, (unsigned)done, name, sizeof name)) < 0) break;
+    if (userns < 0 || done == count) {
+        *step = "overlay";
+        mount_fd = overlay_of(m, userns >= 0 ? shifted : lowers, count, upper, work);
+    }
+    int error = errno;
+    for (size_t i = 0; i < done; i++) {
+        close(shifted[i]);
+        char path[64];
+        snprintf(path, sizeof path, "/proc/self/fd/%d/l%u", m->stage, (unsigned)i);
+        umount2(path, MNT_DETACH);  // overlay holds its own reference
+    }
+    errno = error;
+    return mount_fd;
+}
