@@ -32,7 +32,7 @@ enum frame_kind {
     K_UPLOAD = 0x28, K_DOWNLOAD = 0x29, K_SEARCH = 0x2a, K_EDIT = 0x2b, K_PATCH = 0x2c, K_WATCH = 0x2d,
     K_CONNECT = 0x30, K_EGRESS_OK = 0x31, K_EGRESS_DENY = 0x32,
     // between agent and worker only
-    K_EXEC = 0x70, K_EXECED = 0x71, K_KILL = 0x72, K_KILLED = 0x73,
+    K_EXEC = 0x70, K_EXECED = 0x71, K_KILL = 0x72, K_KILLED = 0x73, K_PROBE = 0x74, K_PROBED = 0x75,
     // cell to host
     K_DONE = 0x80, K_STARTED = 0x81, K_OUT = 0x82, K_ITEMS = 0x83, K_ERROR = 0x8f, K_EGRESS = 0x90,
 };

@@ -1,0 +1,250 @@
+#define _GNU_SOURCE
+#include "output.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "io.h"
+
+#define READ_AT_ONCE (64u << 10)
+#define TAILS_MAX (32u << 20)  // of all tails together: the agent's memory group is small
+
+static size_t tails;  // bytes that rings have taken
+
+// ---- the ring ----
+
+static bool ring_grow(struct ring *r, size_t room) {
+    if (tails + (room - r->room) > TAILS_MAX) return false;
+    uint8_t *data = malloc(room);
+    if (!data) return false;
+    size_t first = r->room - r->start < r->have ? r->room - r->start : r->have;
+    if (first) memcpy(data, r->data + r->start, first);
+    if (r->have > first) memcpy(data + first, r->data, r->have - first);
+    free(r->data);
+    tails += room - r->room;
+    r->data = data;
+    r->room = room;
+    r->start = 0;
+    return true;
+}
+
+uint64_t ring_put(struct ring *r, const uint8_t *data, size_t size, size_t most) {
+    size_t wanted = r->have + size > most ? most : r->have + size;
+    if (r->room < wanted) {
+        size_t room = r->room ? r->room : 4096;
+        while (room < wanted) room *= 2;
+        ring_grow(r, room < most ? room : most);
+    }
+    size_t limit = r->room < most ? r->room : most;
+    uint64_t dropped = 0;
+    if (size > limit) {
+        dropped = size - limit;
+        data += size - limit;
+        size = limit;
+    }
+    if (r->have + size > limit) {
+        size_t old = r->have + size - limit;
+        dropped += old;
+        ring_take(r, old);
+    }
+    if (!size) return dropped;
+    size_t at = (r->start + r->have) % r->room;
+    size_t first = r->room - at < size ? r->room - at : size;
+    memcpy(r->data + at, data, first);
+    memcpy(r->data, data + first, size - first);
+    r->have += size;
+    return dropped;
+}
+
+struct span ring_front(const struct ring *r) {
+    size_t first = r->room - r->start < r->have ? r->room - r->start : r->have;
+    return first ? (struct span){r->data + r->start, (uint32_t)first} : (struct span){(const uint8_t *)"", 0};
+}
+
+void ring_take(struct ring *r, size_t size) {
+    r->have -= size;
+    r->start = r->have && r->room ? (r->start + size) % r->room : 0;
+}
+
+void ring_free(struct ring *r) {
+    tails -= r->room;
+    free(r->data);
+    *r = (struct ring){0};
+}
+
+// ---- reading ----
+
+static uint8_t scratch[READ_AT_ONCE];
+
+// Reads without waiting. The write end of a pipe is the command's and must stay blocking, and so does ours: RWF_NOWAIT
+// spares a call for each command. Kernels before 6.4 refuse it on pipes.
+static ssize_t read_now(int fd) {
+    static bool unsupported;
+    ssize_t n;
+    if (!unsupported) {
+        struct iovec iov = {scratch, sizeof scratch};
+        do n = preadv2(fd, &iov, 1, -1, RWF_NOWAIT);
+        while (n < 0 && errno == EINTR);
+        if (n >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS && errno != ESPIPE && errno != EINVAL)) return n;
+        unsupported = true;
+    }
+    io_nonblocking(fd);
+    do n = read(fd, scratch, sizeof scratch);
+    while (n < 0 && errno == EINTR);
+    return n;
+}
+
+void out_frame(struct request *r, uint8_t stream, const void *data, size_t size) {
+    size_t begun = request_frame(r, K_OUT);
+    wr_u8(&host, stream);
+    wr_raw(&host, data, size);
+    frame_end(&host, begun);
+}
+
+static void send_head(struct output *o) {
+    if (!o->head.size) return;
+    if (*o->request) out_frame(*o->request, o->number, o->head.data, o->head.size);
+    o->head.size = 0;
+}
+
+static void capture(struct output *o, const uint8_t *data, size_t size) {
+    size_t first = o->head_most - o->head_have < size ? o->head_most - o->head_have : size;
+    wr_raw(&o->head, data, first);
+    o->head_have += (uint32_t)first;
+    if (o->head.size > INLINE_MAX) send_head(o);
+    if (size > first) o->dropped += ring_put(&o->ring, data + first, size - first, o->tail_most);
+}
+
+static void pass_on(struct output *o, const uint8_t *data, size_t size) {
+    if (*o->request && !o->ring.have && size <= o->window) {
+        out_frame(*o->request, o->number, data, size);
+        o->window -= (uint32_t)size;
+        return;
+    }
+    o->dropped += ring_put(&o->ring, data, size, o->draining ? DRAIN_MAX + KEPT_MAX_BYTES : KEPT_MAX_BYTES);
+    output_flush(o);
+}
+
+static void received(struct output *o, size_t size) {
+    if (o->streamed) pass_on(o, scratch, size);
+    else capture(o, scratch, size);
+}
+
+void output_say(struct output *o, const char *text, size_t size) {
+    if (o->streamed) pass_on(o, (const uint8_t *)text, size);
+    else capture(o, (const uint8_t *)text, size);
+}
+
+// Only watched while there is somewhere to put it.
+void output_rewatch(struct output *o) {
+    if (o->source.fd < 0 || o->draining) return;
+    bool full = o->streamed && *o->request && (!o->window || o->ring.have);
+    if (full) source_want(&o->source, 0);
+    else if (channel_congested() && *o->request) channel_resume_later(&o->source, EPOLLIN);
+    else source_want(&o->source, EPOLLIN);
+}
+
+static void on_output(struct source *s, uint32_t events) {
+    (void)events;
+    struct output *o = (struct output *)((char *)s - offsetof(struct output, source));
+    size_t most = o->streamed && *o->request && o->window < sizeof scratch ? o->window : sizeof scratch;
+    ssize_t n = most ? read(s->fd, scratch, most) : 0;  // said to be readable and we are its only reader: does not wait
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n > 0) received(o, (size_t)n);
+    else if (most) source_close(s);
+    output_rewatch(o);
+}
+
+void output_init(struct output *o, int fd, uint8_t number, struct request **request) {
+    *o = (struct output){.number = number, .request = request};
+    source_init(&o->source, fd, on_output);
+}
+void output_cap(struct output *o, uint32_t cap) {
+    o->head_most = cap - cap / 2;
+    o->tail_most = cap / 2;
+}
+void output_stream(struct output *o) {
+    o->streamed = true;
+    o->window = STREAM_WINDOW;
+}
+void output_start(struct output *o) { source_want(&o->source, EPOLLIN); }
+
+void output_empty(struct output *o) {
+    for (size_t total = 0; o->source.fd >= 0 && total < DRAIN_MAX;) {
+        ssize_t n = read_now(o->source.fd);
+        if (n <= 0) break;
+        received(o, (size_t)n);
+        total += (size_t)n;
+    }
+}
+
+void output_drain(struct output *o) {
+    o->draining = true;
+    output_empty(o);
+    channel_forget(&o->source);
+    source_close(&o->source);
+}
+
+void output_settle(struct output *o) {
+    if (o->head.size + o->ring.have <= INLINE_MAX) return;
+    send_head(o);
+    while (o->ring.have > INLINE_MAX) {
+        struct span part = ring_front(&o->ring);
+        if (part.size > INLINE_MAX) part.size = INLINE_MAX;
+        if (*o->request) out_frame(*o->request, o->number, part.at, part.size);
+        ring_take(&o->ring, part.size);
+    }
+}
+
+void output_field(struct output *o) {
+    wr_u32(&host, (uint32_t)(o->head.size + o->ring.have));
+    wr_raw(&host, o->head.data, o->head.size);
+    o->head.size = 0;
+    while (o->ring.have) {
+        struct span part = ring_front(&o->ring);
+        wr_raw(&host, part.at, part.size);
+        ring_take(&o->ring, part.size);
+    }
+}
+
+void output_reset(struct output *o, uint32_t cap) {
+    wr_free(&o->head);
+    ring_free(&o->ring);
+    o->dropped = 0;
+    o->head_have = 0;
+    output_cap(o, cap);
+}
+
+bool output_flush(struct output *o) {
+    while (o->ring.have && *o->request && o->window) {
+        struct span part = ring_front(&o->ring);
+        if (part.size > o->window) part.size = o->window;
+        out_frame(*o->request, o->number, part.at, part.size);
+        o->window -= part.size;
+        ring_take(&o->ring, part.size);
+    }
+    return !o->ring.have;
+}
+
+void output_attach(struct output *o) {
+    o->window = STREAM_WINDOW;
+    output_flush(o);
+    output_rewatch(o);
+}
+
+void output_credit(struct output *o, uint32_t bytes) {
+    if (!o->streamed) return;
+    o->window = bytes > STREAM_WINDOW - o->window ? STREAM_WINDOW : o->window + bytes;
+    output_flush(o);
+    output_rewatch(o);
+}
+
+void output_free(struct output *o) {
+    channel_forget(&o->source);
+    source_close(&o->source);
+    wr_free(&o->head);
+    ring_free(&o->ring);
+}
