@@ -350,7 +350,8 @@ bool cg_box_remove(const char *id) {
     }
     if (trees[T_MEMORY].own >= 0) {
         snprintf(path, sizeof path, "%s.agent", id);
-        gone &= remove_group(trees[T_MEMORY].own, path) & remove_group(trees[T_MEMORY].own, id);
+        gone &= remove_group(trees[T_MEMORY].own, path);
+        gone &= remove_group(trees[T_MEMORY].own, id);
     }
     if (trees[T_PIDS].own >= 0) gone &= remove_group(trees[T_PIDS].own, id);
     if (trees[T_CPU].own >= 0) gone &= remove_group(trees[T_CPU].own, id);

@@ -45,8 +45,8 @@ static bool remove_entry(int dir, const char *name, bool is_dir) {
 bool disk_remove_tree(int dir, const char *name) {
     int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0 && (errno == EACCES || errno == EPERM)) {
-        fchmodat(dir, name, 0700, 0);  // a workload's chmod 000, or overlay's own work directory
-        fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        // a workload's chmod 000, or overlay's own work directory
+        if (!fchmodat(dir, name, 0700, 0)) fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     }
     if (fd < 0) return (errno == ENOTDIR || errno == ELOOP) ? !unlinkat(dir, name, 0) : errno == ENOENT;
     struct stat st;

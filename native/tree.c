@@ -404,7 +404,7 @@ static enum step upload_end(struct upload *u) {
         if (chmod(proc, l->mode)) {  // no /proc, or not ours to look at: by name, which the parent's descriptor keeps inside
             const char *name;
             int dir = *l->path ? upload_parent(u, l->path, &name) : u->root;
-            if (dir >= 0) fchmodat(dir, *l->path ? name : ".", l->mode, 0);
+            if (dir >= 0 && fchmodat(dir, *l->path ? name : ".", l->mode, 0)) continue;  // removed meanwhile
         }
     }
     tree_done(u->job.a, u->job.id, u->entries, u->bytes);
