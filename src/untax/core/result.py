@@ -6,7 +6,6 @@ The six outcomes here belong to the workload. The three that belong to the infra
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +15,8 @@ Outcome = Literal["exited", "signaled", "timeout", "oom", "disk_full", "limit"]
 
 TIMEOUT_EXIT_CODE = 124  # as coreutils' `timeout`
 SIGNAL_EXIT_BASE = 128  # as a shell: 128 + the signal's number
+_LIMIT_SIGNALS = {25: "fsize", 24: "cpu"}  # SIGXFSZ, SIGXCPU as Linux numbers them: the client may run elsewhere
+_SIGKILL = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class CommandResult:
     stdout: bytes = b""
     stderr: bytes = b""
     outcome: Outcome = "exited"
-    limit_kind: str | None = None  # "fsize", "cpu" or "pids" when the outcome is "limit"
+    limit_kind: str | None = None  # "fsize", "cpu" or "pids": the limit that was met, also when the command got over it
     elapsed_s: float = 0.0  # inside, from start to exit
     round_trip_s: float = 0.0  # outside, from sending the request to having the answer
     user_s: float = 0.0
@@ -77,24 +78,20 @@ def derive_outcome(
 ) -> tuple[int, Outcome, str | None]:
     """The exit code, outcome and kind of limit that the cell's facts about one command amount to.
 
-    A success is a success, whatever limits were touched on the way. A failure is blamed on a limit only when the
-    kernel's counters say that the limit was met while the command ran.
+    A success is a success, whatever limits were met on the way; they are noted in the kind. A failure is blamed on a
+    limit only when the kernel's counters say that it was met while the command ran. A shell whose last child the
+    kernel killed for memory exits with 137, which is `oom` as well.
     """
+    kind = "pids" if pids_refused else None
     if timed_out:
-        return TIMEOUT_EXIT_CODE, "timeout", None
-    if signaled:
-        exit_code = SIGNAL_EXIT_BASE + code
-        if code == signal.SIGKILL and oom_kills:
-            return exit_code, "oom", None
-        if code == signal.SIGXFSZ:
-            return exit_code, "limit", "fsize"
-        if code == signal.SIGXCPU:
-            return exit_code, "limit", "cpu"
-        return exit_code, "signaled", None
-    if code == 0:
-        return 0, "exited", None
-    if disk_full:
-        return code, "disk_full", None
-    if pids_refused:
-        return code, "limit", "pids"
-    return code, "exited", None
+        return TIMEOUT_EXIT_CODE, "timeout", kind
+    exit_code = SIGNAL_EXIT_BASE + code if signaled else code
+    if exit_code == SIGNAL_EXIT_BASE + _SIGKILL and oom_kills:
+        return exit_code, "oom", kind
+    if signaled and code in _LIMIT_SIGNALS:
+        return exit_code, "limit", _LIMIT_SIGNALS[code]
+    if exit_code != 0 and disk_full and not signaled:
+        return exit_code, "disk_full", kind
+    if exit_code != 0 and pids_refused:
+        return exit_code, "limit", kind
+    return exit_code, "signaled" if signaled else "exited", kind

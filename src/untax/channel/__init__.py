@@ -1,0 +1,1 @@
+"""Actions over one byte stream: docs/protocol.md, from the host's side."""

@@ -1,0 +1,633 @@
+"""Each action as a `Call`: the bytes of its request, and what its replies amount to. No I/O.
+
+A driver (`client`, `blocking`) sends `call.encode(id)`, gives every frame for that id to `call.feed` until it says that
+it was the last, and takes `call.result()`. Arguments are checked when the call is made; replies are held to what was
+asked for, so a hostile cell can neither fill the memory nor pass nonsense on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from struct import Struct
+from struct import error as StructError
+from typing import Generic, Literal, TypeVar
+
+from untax.channel import wire
+from untax.channel.arguments import (
+    ARGUMENT_MAX,
+    Name,
+    argv_bytes,
+    body_bytes,
+    check_command_size,
+    env_bytes,
+    path_bytes,
+    text_bytes,
+    timeout_ms,
+    whole_number,
+)
+from untax.channel.replies import (
+    Entry,
+    Failure,
+    FileInfo,
+    Match,
+    ProcessInfo,
+    SearchResult,
+    TreeSize,
+    name_text,
+    read_entry,
+    read_match,
+    read_process,
+)
+from untax.channel.wire import Reader, blob, blobs
+from untax.core.errors import ProtocolError, UsageError
+from untax.core.result import CommandResult, Outcome, derive_outcome
+
+T = TypeVar("T")
+I = TypeVar("I")  # noqa: E741
+
+TIMEOUT_S = 300.0  # of every action that is not told otherwise
+OUTPUT_CAP = 1 << 20  # bytes of each stream of a command: THREATS 6.1
+READ_MAX = 64 << 20  # bytes of one read without a limit of its own; larger files are downloaded, or read in parts
+ITEMS_BYTES_MAX = 64 << 20  # what all items of one reply may take together
+INLINE_MAX = 1 << 20  # a body up to this goes in the request's own frame
+CHUNK = 64 << 10  # of a longer body: four in flight in a window of 256 KiB
+_CAP_MAX = 0xFFFFFFFF
+_SIGKILL = 9
+
+_SPAWN = Struct("<HIHH")
+_RUN_DONE = Struct("<BiQQQQIIBQQ")
+_RUN_SESSION = Struct("<II")
+_EMPTY = wire.u32(0)
+
+
+class Call(Generic[T]):
+    """One request and the state of its answer."""
+
+    __slots__ = ("_decode", "_failure", "_value", "body", "finished", "key", "kind", "path", "payload", "timeout_s", "window")
+
+    def __init__(
+        self,
+        kind: int,
+        payload: bytes,
+        *,
+        timeout_s: float | None = TIMEOUT_S,
+        path: str | None = None,
+        decode: Callable[[Reader], T] | None = None,
+        body: Iterator[bytes] | None = None,
+    ) -> None:
+        if timeout_s.__class__ is not float or not 0.0 < timeout_s < 1e6:
+            timeout_ms(timeout_s)  # refuses with words; what is plainly right is not looked at twice
+        self.kind = kind
+        self.payload = payload
+        self.timeout_s = timeout_s
+        self.key = b""  # 16 bytes make the request idempotent
+        self.path = path  # for the words of a FileError
+        self.body = body  # DATA frames to send after the request, the last one with eof
+        self.window = wire.STREAM_WINDOW  # how much of the body may be sent now
+        self.finished = False
+        self._decode = decode
+        self._failure: Failure | None = None
+        self._value: T | None = None
+
+    def encode(self, request_id: int) -> bytes:
+        """The request. A call that the cell refused may be encoded, and so asked, once more."""
+        self.finished, self._failure = False, None
+        if len(self.payload) > wire.FRAME_MAX_OUT - 64:
+            raise UsageError(f"the request takes {len(self.payload)} bytes: at most 4 MiB go into one; split it")
+        return wire.frame(request_id, self.kind, self.payload, timeout_ms(self.timeout_s), self.key)
+
+    def feed(self, kind: int, payload: bytes) -> bool:
+        """Take one frame of the answer; true when it was the final one."""
+        if self.finished:
+            raise ProtocolError("a second final frame")
+        if kind == wire.DONE:
+            self._value = self.done(payload)
+        elif kind == wire.ERROR:
+            self._failure = Failure.read(payload)
+        else:
+            self.progress(kind, payload)
+            return False
+        self.finished = True
+        return True
+
+    def result(self, sandbox_id: str = "", round_trip_ns: int = 0) -> T:
+        """The value, once finished; raises what the cell answered instead."""
+        if self._failure is not None:
+            raise self._failure.error(sandbox_id, self.path)
+        return self.conclude(self._value, round_trip_ns)  # type: ignore[arg-type]
+
+    @property
+    def is_failed(self) -> bool:
+        """The cell answered with an error; `result` raises it."""
+        return self._failure is not None
+
+    # ---- what kinds of calls differ in ----
+
+    def done(self, payload: bytes) -> T:
+        """Read the payload of DONE."""
+        reader = Reader(payload)
+        value = self._decode(reader) if self._decode is not None else None
+        reader.end()
+        return value  # type: ignore[return-value]
+
+    def progress(self, kind: int, payload: bytes) -> None:
+        """Take a frame that is not final."""
+        if kind == wire.CREDIT and self.body is not None:
+            self.add_window(payload)
+            return
+        raise ProtocolError(f"a frame of kind {kind:#x} in answer to a request of kind {self.kind:#x}")
+
+    def conclude(self, value: T, round_trip_ns: int) -> T:  # noqa: ARG002
+        return value
+
+    def add_window(self, payload: bytes) -> None:
+        reader = Reader(payload)
+        stream, count = reader.u8(), reader.u32()
+        reader.end()
+        self.window += count
+        if stream != 0 or self.window > wire.STREAM_WINDOW:
+            raise ProtocolError(f"credit for {count} bytes of stream {stream} that were never sent")
+
+
+class CommandCall(Call[CommandResult]):
+    """A command whose output comes back with its end."""
+
+    __slots__ = ("_cap", "_heads", "_sizes")
+
+    def __init__(self, kind: int, payload: bytes, cap: int, timeout_s: float | None, body: Iterator[bytes] | None = None) -> None:
+        super().__init__(kind, payload, timeout_s=timeout_s, body=body)
+        self._cap = cap
+        self._heads: tuple[list[bytes], list[bytes]] | None = None
+        self._sizes = [0, 0]
+
+    def progress(self, kind: int, payload: bytes) -> None:
+        if kind != wire.OUT:
+            super().progress(kind, payload)
+            return
+        if len(payload) < 2 or payload[0] not in (1, 2):
+            raise ProtocolError("output of no stream, or none at all")
+        index = payload[0] - 1
+        self._sizes[index] += len(payload) - 1
+        if self._sizes[index] > self._cap:
+            raise ProtocolError(f"more output than the {self._cap} bytes asked for")
+        if self._heads is None:
+            self._heads = ([], [])
+        self._heads[index].append(payload[1:])
+
+    def done(self, payload: bytes) -> CommandResult:
+        result, at = read_command(payload, self._heads)
+        if at != len(payload):
+            raise ProtocolError("bytes too many at the end of a command's result")
+        if len(result.stdout) > self._cap or len(result.stderr) > self._cap:
+            raise ProtocolError(f"more output than the {self._cap} bytes asked for")
+        return result
+
+    def conclude(self, value: CommandResult, round_trip_ns: int) -> CommandResult:
+        object.__setattr__(value, "round_trip_s", round_trip_ns / 1e9)  # nobody else has seen it yet
+        return value
+
+
+class SessionCall(CommandCall):
+    """A command in a session, which also tells whether the session's shell lives on."""
+
+    __slots__ = ("alive",)
+
+    def done(self, payload: bytes) -> CommandResult:
+        if not payload or payload[-1] > 1:
+            raise ProtocolError("a session's result without a word on its shell")
+        self.alive = payload[-1] == 1
+        return super().done(payload[:-1])
+
+
+def read_command(payload: bytes, heads: tuple[list[bytes], list[bytes]] | None) -> tuple[CommandResult, int]:
+    """The DONE of a command behind the output that came before it, and where its fields end."""
+    try:
+        (how, code, wall_ns, user_ns, system_ns, peak_kib, oom_kills, pids_refused, disk_full, dropped_out, dropped_err) = (
+            _RUN_DONE.unpack_from(payload)
+        )
+    except StructError as exc:
+        raise ProtocolError("a command's result that is too short") from exc
+    reader = Reader(payload, _RUN_DONE.size)
+    out, err = reader.blob(), reader.blob()
+    if heads is not None:
+        out, err = b"".join((*heads[0], out)), b"".join((*heads[1], err))
+    if how == 3:  # cancelled: killed on request
+        how, code = 1, _SIGKILL
+    if how > 2 or (how == 0 and not 0 <= code <= 255) or (how == 1 and not 1 <= code <= 64):
+        raise ProtocolError(f"a command that ended in way {how} with code {code}")
+    if how == 0 and not (oom_kills or pids_refused or disk_full):
+        exit_code, outcome, limit_kind = _plain_exit(code)
+    else:
+        exit_code, outcome, limit_kind = derive_outcome(
+            signaled=how == 1, timed_out=how == 2, code=code, oom_kills=oom_kills, pids_refused=pids_refused, disk_full=bool(disk_full)
+        )
+    result = CommandResult(
+        exit_code, out, err, outcome, limit_kind, wall_ns / 1e9, 0.0, user_ns / 1e9, system_ns / 1e9, peak_kib, oom_kills,
+        dropped_out, dropped_err,
+    )  # fmt: skip
+    return result, reader.at
+
+
+def _plain_exit(code: int) -> tuple[int, Outcome, str | None]:
+    return code, "exited", None
+
+
+class ReadCall(Call[tuple[bytes, FileInfo]]):
+    __slots__ = ("_limit", "_parts", "_size")
+
+    def __init__(self, payload: bytes, limit: int, path: str, timeout_s: float | None) -> None:
+        super().__init__(wire.READ, payload, path=path, timeout_s=timeout_s)
+        self._limit = limit
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def progress(self, kind: int, payload: bytes) -> None:
+        if kind != wire.OUT or payload[:1] != b"\1":
+            super().progress(kind, payload)
+        self._add(payload[1:])
+
+    def done(self, payload: bytes) -> tuple[bytes, FileInfo]:
+        reader = Reader(payload)
+        info = FileInfo(reader.u64(), reader.u32() & 0o7777, reader.i64())
+        self._add(reader.blob())
+        reader.end()
+        return b"".join(self._parts), info
+
+    def _add(self, part: bytes) -> None:
+        self._size += len(part)
+        if self._size > self._limit:
+            raise ProtocolError(f"more than the {self._limit} bytes asked for")
+        self._parts.append(part)
+
+
+class ItemsCall(Call[T], Generic[T, I]):
+    """Items in ITEMS frames and in the DONE, at most as many as asked for."""
+
+    __slots__ = ("_finish", "_most", "_read", "_size", "items")
+
+    def __init__(
+        self,
+        kind: int,
+        payload: bytes,
+        most: int,
+        read: Callable[[Reader], I],
+        finish: Callable[[Reader, Callable[[Reader], None]], Callable[[list[I]], T]],
+        *,
+        timeout_s: float | None,
+        path: str,
+    ) -> None:
+        super().__init__(kind, payload, timeout_s=timeout_s, path=path)
+        self._most = most
+        self._read = read
+        self._finish = finish
+        self._size = 0
+        self.items: list[I] = []
+
+    def progress(self, kind: int, payload: bytes) -> None:
+        if kind != wire.ITEMS:
+            super().progress(kind, payload)
+        reader = Reader(payload)
+        self._take(reader)
+        reader.end()
+
+    def done(self, payload: bytes) -> T:
+        reader = Reader(payload)
+        make = self._finish(reader, self._take)
+        reader.end()
+        return make(self.items)
+
+    def _take(self, reader: Reader) -> None:
+        count = reader.u32()
+        self._size += len(reader)
+        if len(self.items) + count > self._most or self._size > ITEMS_BYTES_MAX:
+            raise ProtocolError(f"more than the {self._most} items asked for")
+        for _ in range(count):
+            self.items.append(self._read(reader))
+
+
+# ---- commands ----
+
+
+def run(
+    argv: Sequence[Name],
+    *,
+    cwd: Name | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdin: bytes | None = None,
+    user: str | None = None,
+    timeout_s: float | None = TIMEOUT_S,
+    merge: bool = False,
+    cap: int = OUTPUT_CAP,
+) -> CommandCall:
+    """Run `argv` without a shell. `merge` puts stderr into stdout, in the order in which they were written."""
+    payload, body = spawn_payload(argv_bytes(argv), wire.MERGE if merge else 0, cap, cwd, env, user, stdin)
+    return CommandCall(wire.SPAWN, payload, cap, timeout_s, body)
+
+
+def shell(
+    text: str | bytes,
+    *,
+    cwd: Name | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdin: bytes | None = None,
+    user: str | None = None,
+    timeout_s: float | None = TIMEOUT_S,
+    merge: bool = False,
+    cap: int = OUTPUT_CAP,
+) -> CommandCall:
+    """Run `text` by `bash -c`, or `sh -c` where there is no bash."""
+    options = wire.SHELL | wire.MERGE if merge else wire.SHELL
+    payload, body = spawn_payload(shell_argv(text), options, cap, cwd, env, user, stdin)
+    return CommandCall(wire.SPAWN, payload, cap, timeout_s, body)
+
+
+def shell_argv(text: str | bytes) -> list[bytes]:
+    if not isinstance(text, (str, bytes)):
+        raise UsageError("the shell command is not a string: run() takes a list")
+    raw = text_bytes(text, "the shell command")
+    if len(raw) >= ARGUMENT_MAX:
+        raise UsageError(f"the shell command has {len(raw)} bytes: the kernel takes {ARGUMENT_MAX - 1}; write() it to a file and run that")
+    return [raw]
+
+
+def spawn_payload(
+    argv: list[bytes],
+    options: int,
+    cap: int,
+    cwd: Name | None,
+    env: Mapping[str, str | None] | None,
+    user: str | None,
+    stdin: bytes | None,
+    rows: int = 0,
+    cols: int = 0,
+) -> tuple[bytes, Iterator[bytes] | None]:
+    """The payload of SPAWN, and the rest of a standard input that is too long for it."""
+    whole_number(cap, "cap", 0, _CAP_MAX)
+    variables = env_bytes(env) if env else []
+    check_command_size(argv, variables)
+    body = None
+    given = b"" if stdin is None else body_bytes(stdin, "stdin")
+    if len(given) > INLINE_MAX:
+        options |= wire.STDIN
+        body, given = chunks(given), b""
+    payload = b"".join((
+        _SPAWN.pack(options, cap, rows, cols),
+        _EMPTY if cwd is None else blob(path_bytes(cwd, "cwd")),
+        _EMPTY if user is None else blob(text_bytes(user, "user")),
+        blobs(argv),
+        blobs(variables) if variables else _EMPTY,
+        blob(given),
+    ))  # fmt: skip
+    return payload, body
+
+
+def chunks(data: bytes) -> Iterator[bytes]:
+    view = memoryview(data)
+    for at in range(0, len(data), CHUNK):
+        yield bytes(view[at : at + CHUNK])
+
+
+def signal(pid: int, number: int, *, group: bool = False, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    """Send a signal to a started process, or to its whole process group and session."""
+    whole_number(number, "signal", 1, 64)
+    return Call(wire.SIGNAL, wire.u32(_pid(pid)) + wire.i32(number) + wire.u8(group), timeout_s=timeout_s)
+
+
+def resize(pid: int, rows: int, cols: int, *, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    size = wire.u16(whole_number(rows, "rows", 1, 0xFFFF)) + wire.u16(whole_number(cols, "cols", 1, 0xFFFF))
+    return Call(wire.RESIZE, wire.u32(_pid(pid)) + size, timeout_s=timeout_s)
+
+
+def processes(*, timeout_s: float | None = TIMEOUT_S) -> Call[list[ProcessInfo]]:
+    """The processes that were started with `start` or `pty`."""
+    return Call(wire.PROCESSES, b"", timeout_s=timeout_s, decode=lambda reader: [read_process(reader) for _ in range(reader.u32())])
+
+
+def _pid(pid: int) -> int:
+    return whole_number(pid, "pid", 1, 0x7FFFFFFF)
+
+
+# ---- sessions ----
+
+
+def session_open(
+    *,
+    cwd: Name | None = None,
+    user: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    timeout_s: float | None = TIMEOUT_S,
+) -> Call[tuple[int, int]]:
+    """Start a persistent bash; gives its session id and pid."""
+    payload = (
+        (_EMPTY if cwd is None else blob(path_bytes(cwd, "cwd")))
+        + (_EMPTY if user is None else blob(text_bytes(user, "user")))
+        + blobs(env_bytes(env))
+    )
+    return Call(wire.SESSION_OPEN, payload, timeout_s=timeout_s, decode=lambda reader: (reader.u32(), reader.u32()))
+
+
+def session_run(session: int, text: str | bytes, *, timeout_s: float | None = TIMEOUT_S, cap: int = OUTPUT_CAP) -> SessionCall:
+    if not isinstance(text, (str, bytes)):
+        raise UsageError("a session's command is not a string: pass what you would type")
+    raw = text_bytes(text, "the session's command")
+    payload = _RUN_SESSION.pack(session, whole_number(cap, "cap", 0, _CAP_MAX)) + blob(raw)
+    return SessionCall(wire.SESSION_RUN, payload, cap, timeout_s)
+
+
+def session_close(session: int, *, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    return Call(wire.SESSION_CLOSE, wire.u32(session), timeout_s=timeout_s)
+
+
+# ---- files ----
+
+
+def read_with_info(path: Name, *, offset: int = 0, limit: int | None = None, timeout_s: float | None = TIMEOUT_S) -> ReadCall:
+    """The file's bytes from `offset`, at most `limit`. Without a limit, more than `READ_MAX` bytes are `TooLarge`."""
+    raw = path_bytes(path)
+    most = READ_MAX if limit is None else whole_number(limit, "limit", 0, READ_MAX)
+    at = wire.u64(whole_number(offset, "offset", 0, (1 << 63) - 1))
+    return ReadCall(blob(raw) + at + wire.u64(most) + wire.u8(limit is None), most, name_text(raw), timeout_s)
+
+
+class _BytesCall(ReadCall):
+    __slots__ = ()
+
+    def result(self, sandbox_id: str = "", round_trip_ns: int = 0) -> bytes:  # type: ignore[override]
+        return super().result(sandbox_id, round_trip_ns)[0]
+
+
+def read(path: Name, *, offset: int = 0, limit: int | None = None, timeout_s: float | None = TIMEOUT_S) -> Call[bytes]:
+    """As `read_with_info`, the bytes alone."""
+    call = read_with_info(path, offset=offset, limit=limit, timeout_s=timeout_s)
+    call.__class__ = _BytesCall
+    return call  # type: ignore[return-value]
+
+
+def write(
+    path: Name,
+    data: bytes,
+    *,
+    mode: int = 0o644,
+    append: bool = False,
+    exclusive: bool = False,
+    parents: bool = True,
+    timeout_s: float | None = TIMEOUT_S,
+) -> Call[int]:
+    """Write a whole file, or append to one; `exclusive` refuses one that exists. Gives the bytes written."""
+    raw = path_bytes(path)
+    given = body_bytes(data, "data")
+    flags = append | exclusive << 1 | parents << 2
+    body = None
+    if len(given) > INLINE_MAX:
+        flags |= 8
+        body, given = chunks(given), b""
+    payload = blob(raw) + wire.u32(_mode(mode)) + wire.u8(flags) + blob(given)
+    return Call(wire.WRITE, payload, timeout_s=timeout_s, path=name_text(raw), decode=Reader.u64, body=body)
+
+
+def list_dir(path: Name = ".", *, most: int = 100_000, timeout_s: float | None = TIMEOUT_S) -> Call[list[Entry]]:
+    """The entries of a directory, at most `most`, in no particular order."""
+    raw = path_bytes(path)
+    whole_number(most, "most", 1, 10_000_000)
+
+    def finish(reader: Reader, take: Callable[[Reader], None]) -> Callable[[list[Entry]], list[Entry]]:
+        reader.u8()
+        take(reader)
+        return lambda items: items
+
+    payload = blob(raw) + wire.u32(most)
+    return ItemsCall(wire.LIST, payload, most, read_entry, finish, timeout_s=timeout_s, path=name_text(raw))
+
+
+def stat(path: Name, *, follow: bool = True, timeout_s: float | None = TIMEOUT_S) -> Call[Entry]:
+    raw = path_bytes(path)
+    return Call(wire.STAT, blob(raw) + wire.u8(follow), timeout_s=timeout_s, path=name_text(raw), decode=read_entry)
+
+
+def mkdir(path: Name, *, mode: int = 0o755, parents: bool = True, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    raw = path_bytes(path)
+    payload = blob(raw) + wire.u32(_mode(mode)) + wire.u8(parents)
+    return Call(wire.MKDIR, payload, timeout_s=timeout_s, path=name_text(raw))
+
+
+def remove(path: Name, *, recursive: bool = False, timeout_s: float | None = TIMEOUT_S) -> Call[int]:
+    """Remove a file, an empty directory, or with `recursive` a tree. Gives how many names went."""
+    raw = path_bytes(path)
+    return Call(wire.REMOVE, blob(raw) + wire.u8(recursive), timeout_s=timeout_s, path=name_text(raw), decode=Reader.u64)
+
+
+def move(source: Name, target: Name, *, overwrite: bool = True, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    raw = path_bytes(source, "source")
+    payload = blob(raw) + blob(path_bytes(target, "target")) + wire.u8(overwrite)
+    return Call(wire.MOVE, payload, timeout_s=timeout_s, path=name_text(raw))
+
+
+def upload(dest: Name, tar: Iterator[bytes], *, max_bytes: int, max_entries: int, timeout_s: float | None = TIMEOUT_S) -> Call[TreeSize]:
+    """Unpack a tar stream below the directory `dest`; `tree.pack` makes one of a local path."""
+    raw = path_bytes(dest, "dest")
+    payload = blob(raw) + wire.u64(max_bytes) + wire.u64(max_entries)
+    return Call(wire.UPLOAD, payload, timeout_s=timeout_s, path=name_text(raw), decode=_tree_size, body=tar)
+
+
+def _tree_size(reader: Reader) -> TreeSize:
+    return TreeSize(reader.u64(), reader.u64())
+
+
+SearchHow = Literal["text", "regex", "symbol"]
+_SEARCH_HOW: tuple[SearchHow, ...] = ("text", "regex", "symbol")
+
+
+def search(
+    pattern: str | bytes,
+    root: Name = ".",
+    *,
+    how: SearchHow = "text",
+    ignore_case: bool = False,
+    whole_words: bool = False,
+    globs: Sequence[str] = (),
+    most: int = 1000,
+    max_file_bytes: int = 16 << 20,
+    timeout_s: float | None = TIMEOUT_S,
+) -> Call[SearchResult]:
+    """Look for a text, a regular expression or a Python symbol in the files below `root` that match one of `globs`."""
+    raw = path_bytes(root, "root")
+    wanted = text_bytes(pattern, "pattern")
+    if not wanted:
+        raise UsageError("pattern is empty: every line would match")
+    if how not in _SEARCH_HOW:
+        raise UsageError(f"how={how!r} is not one of {', '.join(_SEARCH_HOW)}")
+    if isinstance(globs, (str, bytes)):
+        raise UsageError('globs is a string: pass a list such as ["*.py"]')
+    payload = b"".join((
+        blob(raw),
+        blob(wanted),
+        wire.u8(_SEARCH_HOW.index(how)),
+        wire.u8(ignore_case | whole_words << 1),
+        blobs(text_bytes(glob, "glob") for glob in globs),
+        wire.u32(whole_number(most, "most", 1, 10_000_000)),
+        wire.u64(whole_number(max_file_bytes, "max_file_bytes", 1, 1 << 40)),
+    ))  # fmt: skip
+
+    def finish(reader: Reader, take: Callable[[Reader], None]) -> Callable[[list[Match]], SearchResult]:
+        files, skipped, more = reader.u64(), reader.u64(), bool(reader.u8())
+        take(reader)
+        return lambda items: SearchResult(tuple(items), files, skipped, more)
+
+    return ItemsCall(wire.SEARCH, payload, most, read_match, finish, timeout_s=timeout_s, path=name_text(raw))
+
+
+def edit(path: Name, old: str | bytes, new: str | bytes, *, count: int = 1, timeout_s: float | None = TIMEOUT_S) -> Call[int]:
+    """Replace `old`, which must be there exactly `count` times (0: once or more), by `new`. Gives how often."""
+    raw = path_bytes(path)
+    before, after = _text(old, "old"), _text(new, "new")
+    if not before:
+        raise UsageError("old is empty: name the text to replace, or use write()")
+    payload = blob(raw) + blob(before) + blob(after) + wire.u32(whole_number(count, "count", 0, 0xFFFFFFFF))
+    return Call(wire.EDIT, payload, timeout_s=timeout_s, path=name_text(raw), decode=Reader.u32)
+
+
+def apply_patch(
+    diff: str | bytes,
+    directory: Name = ".",
+    *,
+    strip: int = 1,
+    dry_run: bool = False,
+    timeout_s: float | None = TIMEOUT_S,
+) -> Call[list[str]]:
+    """Apply a unified diff to the files below `directory`, all of it or nothing. Gives the paths that changed."""
+    raw = path_bytes(directory, "directory")
+    payload = blob(raw) + blob(_text(diff, "diff")) + wire.u8(dry_run) + wire.u8(whole_number(strip, "strip", 0, 255))
+    return Call(
+        wire.PATCH,
+        payload,
+        timeout_s=timeout_s,
+        path=name_text(raw),
+        decode=lambda reader: [name_text(reader.blob()) for _ in range(reader.u32())],
+    )
+
+
+def _text(value: object, what: str) -> bytes:
+    """A text that may hold any byte, NUL included."""
+    if isinstance(value, str):
+        try:
+            return value.encode("utf-8", "surrogateescape")
+        except UnicodeEncodeError as exc:
+            raise UsageError(f"{what} holds a lone surrogate: pass bytes instead") from exc
+    return body_bytes(value, what)
+
+
+def _mode(mode: int) -> int:
+    return whole_number(mode, "mode", 0, 0o7777)
+
+
+# ---- the channel itself ----
+
+
+def configure(*, workdir: Name, env: Mapping[str, str], proxy_port: int = 0, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    """Replace the base environment and working directory of later actions; a port starts the proxy there."""
+    payload = blob(path_bytes(workdir, "workdir")) + blobs(env_bytes(env))
+    return Call(wire.CONFIGURE, payload + wire.u16(whole_number(proxy_port, "proxy_port", 0, 0xFFFF)), timeout_s=timeout_s)
+
+
+def ping(*, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    return Call(wire.PING, b"", timeout_s=timeout_s)

@@ -1,0 +1,654 @@
+"""The asyncio driver: many actions at once over one stream that someone else opened.
+
+Nothing here trusts the cell. Whatever breaks the protocol ends the channel, and everybody who waits is told
+`SandboxLost`; so is everybody when the stream ends, and when an action with a deadline is not answered by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from untax.channel import actions, flow, tree, wire
+from untax.channel.actions import Call
+from untax.channel.arguments import Name
+from untax.channel.flow import EgressFlow, Flow, WatchFlow
+from untax.channel.handshake import Handshake
+from untax.channel.replies import Event, TreeSize
+from untax.channel.wire import FrameParser, Reader
+from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
+from untax.core.span import now_ns
+from untax.core.stream import ByteStream
+
+T = TypeVar("T")
+
+GRACE_S = 0.5  # how long after its deadline an action's answer may come; the cell itself answers at the deadline
+CANCEL_GRACE_S = 5.0  # how long after CANCEL the final frame may come
+READY_TIMEOUT_S = 30.0
+_RECHECK_S = 0.02  # before a silence is believed the loop gets one more chance to read what has come
+_WRITE_HIGH = 4 << 20  # above this much unsent, nothing more is read: it would only make more to send
+_EGRESS_MAX = 256  # streams that a cell may have open at once
+_PIECE = 128 << 10  # of a body in one DATA frame: half a window, so that one is filled while the other is read
+
+
+class EgressHandler(Protocol):
+    """Serves the streams that programs inside ask for; see `egress.Egress`."""
+
+    async def serve(self, host: bytes, port: int, link: EgressLink) -> None: ...
+
+
+class _Entry:
+    """An open id: where its frames go and who is told."""
+
+    __slots__ = ("call", "deadline", "parts", "waiters")
+
+    def __init__(self, call: Call[Any], deadline: float) -> None:
+        self.call = call
+        self.deadline = deadline
+        self.parts: list[int] | None = None  # of a batch: ids that end with it, answered or not
+        self.waiters: list[asyncio.Future[None]] = []
+
+    def wake(self) -> None:
+        if self.waiters:
+            waiters, self.waiters = self.waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+
+class _Discarded(Call[None]):
+    """Takes the place of a cancelled call until its final frame has come."""
+
+    __slots__ = ()
+
+    def feed(self, kind: int, payload: bytes) -> bool:  # noqa: ARG002
+        return kind in (wire.DONE, wire.ERROR)
+
+
+class Channel:
+    """The client's end. Made and used inside one event loop."""
+
+    def __init__(
+        self,
+        stream: ByteStream,
+        *,
+        sandbox_id: str,
+        egress: EgressHandler | None = None,
+        on_lost: Callable[[SandboxLost], None] | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.sandbox_id = sandbox_id
+        self.egress = egress
+        self._stream = stream
+        self._write = stream.write
+        self._on_lost = on_lost
+        self._grace_s = grace_s
+        self._loop = asyncio.get_running_loop()
+        self._parser = FrameParser()
+        self._open: dict[int, _Entry] = {}
+        self._next_id = 1
+        self._handshake = Handshake()
+        self._ready = self._loop.create_future()
+        self._closed = self._loop.create_future()
+        self._cause: BaseException | None = None
+        self._reason: str | None = None  # why the channel has ended
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._room: list[asyncio.Future[None]] = []
+        self._egress_tasks: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.Task[None] | None = None
+        stream.start(self)
+        stream.write(self._handshake.greeting)
+
+    # ---- life ----
+
+    @property
+    def is_lost(self) -> bool:
+        """Ended, by whatever end: no action will be answered any more."""
+        return self._reason is not None
+
+    @property
+    def lost_reason(self) -> str | None:
+        return self._reason
+
+    @property
+    def cell_version(self) -> str:
+        """The release that the cell named in its greeting."""
+        return self._handshake.version
+
+    async def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Return once the cell has greeted. `ReadinessTimeout`, `SandboxLost`, or `ProtocolError` when it speaks another version."""
+        if not self._ready.done():
+            await asyncio.wait((self._ready,), timeout=timeout_s)
+        if self._reason is None and not self._ready.done():
+            raise ReadinessTimeout(self.sandbox_id, f"the cell did not greet within {timeout_s:g} s")
+        if isinstance(self._cause, ProtocolError) and not self._handshake.done:
+            raise self._cause
+        self._check()
+
+    async def wait_closed(self) -> None:
+        """Return once the channel has ended."""
+        await asyncio.shield(self._closed)
+
+    def close(self) -> None:
+        """End the channel; actions in flight raise `SandboxLost`."""
+        self._lose("the channel was closed", None)
+
+    # ---- actions ----
+
+    async def call(self, call: Call[T], timeout_s: float | None = None) -> T:
+        """Carry out one action. Cancelling the caller cancels the action inside."""
+        if timeout_s is not None:
+            call.timeout_s = timeout_s
+        if self._reason is not None:
+            self._check()
+        if call.body is not None or len(self._open) >= wire.REQUESTS_MAX - 1 or self._stream.write_buffer_size > _WRITE_HIGH:
+            return await self._call_slowly(call)
+        started_ns = now_ns()
+        request_id, entry = self._send(call)
+        await self._answer(request_id, entry)
+        return call.result(self.sandbox_id, now_ns() - started_ns)
+
+    async def batch(self, calls: Sequence[Call[Any]], *, stop: bool = False) -> list[object]:
+        """Carry out several actions, sent as one, one after another; `stop` ends at the first failure.
+
+        Gives, in order, each one's value or the `UntaxError` it would have raised (`NotRun` for what was left out).
+        """
+        for call in calls:
+            if call.body is not None or isinstance(call, (Flow, WatchFlow)) or call.finished:
+                raise UsageError("streams, bodies over 1 MiB and calls already made cannot be in a batch: send them alone")
+        if not calls:
+            return []
+        await self._wait_room(len(calls) + 1)
+        started_ns = now_ns()
+        entries = [_Entry(call, float("inf")) for call in calls]
+        ids = [self._take_id(entry) for entry in entries]
+        frames = b"".join(call.encode(request_id) for call, request_id in zip(calls, ids, strict=True))
+        times = [call.timeout_s for call in calls]
+        whole = Call(
+            wire.BATCH,
+            wire.u8(stop) + wire.u32(len(calls)) + frames,
+            timeout_s=None if None in times else min(sum(filter(None, times)), 4e6),
+            decode=Reader.u32,
+        )
+        try:
+            request_id, entry = self._send(whole)
+        except BaseException:
+            self._drop(ids)
+            raise
+        entry.parts = ids
+        await self._answer(request_id, entry)
+        whole.result(self.sandbox_id)
+        trip_ns = now_ns() - started_ns
+        if not all(call.finished for call in calls):
+            self._lose_for(ProtocolError("a batch ended before its parts"))
+            self._check()
+        return [_outcome(call, self.sandbox_id, trip_ns) for call in calls]
+
+    # ---- streams ----
+
+    async def open(self, stream: Flow[T]) -> Link[T]:
+        """Begin a flow (`flow.start`, `flow.connect`, …); returns once it has started, raises what the cell answered instead."""
+        self._check()
+        await self._wait_room(1)
+        request_id, entry = self._send(stream)
+        link = Link(self, request_id, entry, stream)
+        try:
+            while not stream.started and not stream.finished:
+                await self._changed(entry)
+        except asyncio.CancelledError:
+            link.cancel()
+            raise
+        if stream.is_failed:
+            stream.result(self.sandbox_id)
+        return link
+
+    async def watch(self, path: Name = ".", *, recursive: bool = True) -> Watch:
+        """Watch a path from now on."""
+        self._check()
+        await self._wait_room(1)
+        call = flow.watch(path, recursive=recursive)
+        request_id, entry = self._send(call)
+        watch = Watch(self, request_id, entry, call)
+        try:
+            while not call.started and not call.finished:
+                await self._changed(entry)
+        except asyncio.CancelledError:
+            watch.close()
+            raise
+        if call.is_failed:
+            call.result(self.sandbox_id)
+        return watch
+
+    async def upload(
+        self,
+        local: Name,
+        remote: Name,
+        *,
+        max_bytes: int = tree.MAX_BYTES,
+        max_entries: int = tree.MAX_ENTRIES,
+        timeout_s: float | None = actions.TIMEOUT_S,
+    ) -> TreeSize:
+        """Copy a local file or directory to `remote`, which is its new name, not the directory around it."""
+        dest, body = tree.upload_plan(local, remote, max_bytes=max_bytes, max_entries=max_entries)
+        try:
+            call = actions.upload(dest, body, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s)
+            return await self.call(call)
+        finally:
+            body.close()
+
+    async def download(
+        self,
+        remote: Name,
+        local: Name,
+        *,
+        max_bytes: int = tree.MAX_BYTES,
+        max_entries: int = tree.MAX_ENTRIES,
+        timeout_s: float | None = actions.TIMEOUT_S,
+    ) -> TreeSize:
+        """Copy a file or directory out of the sandbox to `local`, its new name. What is unsafe to unpack is refused."""
+        link = await self.open(flow.download(remote, max_bytes=max_bytes, timeout_s=timeout_s))
+        unpack = tree.Unpacker(local, max_bytes=max_bytes, max_entries=max_entries)
+        try:
+            while (piece := await link.receive()) is not None:
+                pieces = [piece[1], *link.take_now()]
+                await _in_thread(self._loop, unpack.feed, b"".join(pieces) if len(pieces) > 1 else pieces[0])
+            size = await link.wait()
+            await _in_thread(self._loop, unpack.finish)
+            return size
+        finally:
+            link.cancel()
+            unpack.close()
+
+    # ---- from the stream ----
+
+    def data_received(self, data: bytes) -> None:
+        entries = self._open
+        try:
+            for request_id, kind, payload in self._parser.feed(data):
+                entry = entries.get(request_id)
+                if entry is None:
+                    self._unasked(request_id, kind, payload)
+                    continue
+                if not self._handshake.done:
+                    raise ProtocolError("an answer before the greeting")
+                if entry.call.feed(kind, payload):
+                    del entries[request_id]
+                    if entry.parts is not None:
+                        self._drop(entry.parts)
+                    if self._room:
+                        self._make_room()
+                if entry.waiters:
+                    entry.wake()
+                if self._reason is not None:
+                    return
+        except ProtocolError as exc:
+            self._lose_for(exc)
+        except Exception as exc:  # a bug in a parser: everybody who waits is told, and nothing hangs
+            self._lose_for(ProtocolError(f"an answer that could not be read: {exc!r}"), exc)
+        if self._stream.write_buffer_size > _WRITE_HIGH and self._resuming is None and self._reason is None:
+            self._stream.pause_reading()
+            self._resuming = self._loop.create_task(self._resume())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose("the connection was reset" if exc is not None else "the cell hung up", exc)
+
+    async def _resume(self) -> None:
+        try:
+            await self._stream.drain()
+        finally:
+            self._resuming = None
+            self._stream.resume_reading()
+
+    def _unasked(self, request_id: int, kind: int, payload: bytes) -> None:
+        if request_id == 0:
+            self._handshake.take(kind, payload)
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif not self._handshake.done:
+            raise ProtocolError("a frame before the greeting")
+        elif kind == wire.EGRESS and request_id & wire.EGRESS_BIT:
+            self._accept(request_id, payload)
+        elif request_id & wire.EGRESS_BIT and kind in (wire.OUT, wire.CREDIT, wire.DONE):
+            pass  # crossed our refusal
+        else:
+            raise ProtocolError(f"a frame of kind {kind:#x} for id {request_id}, which is not open")
+
+    def _accept(self, request_id: int, payload: bytes) -> None:
+        reader = Reader(payload)
+        host, port = reader.blob(1024), reader.u16()
+        reader.end()
+        if self.egress is None or len(self._egress_tasks) >= _EGRESS_MAX:
+            status, why = (403, b"this sandbox has no network") if self.egress is None else (503, b"too many connections")
+            self._write(wire.frame(request_id, wire.EGRESS_DENY, wire.u16(status) + wire.blob(why)))
+            return
+        call = EgressFlow()
+        entry = self._open[request_id] = _Entry(call, float("inf"))
+        link = EgressLink(self, request_id, entry, call)
+        task = self._loop.create_task(self.egress.serve(host, port, link))
+        self._egress_tasks.add(task)
+        task.add_done_callback(lambda done: self._served(done, link))
+
+    def _served(self, task: asyncio.Task[None], link: EgressLink) -> None:
+        self._egress_tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None and not self.is_lost:
+            self._loop.call_exception_handler({"message": f"{self.sandbox_id}: egress failed", "exception": task.exception(), "task": task})
+        link.end()
+
+    # ---- ids, waiting, deadlines ----
+
+    def _send(self, call: Call[T]) -> tuple[int, _Entry]:
+        timeout_s = call.timeout_s
+        deadline = float("inf") if timeout_s is None else self._loop.time() + timeout_s + self._grace_s
+        entry = _Entry(call, deadline)
+        request_id = self._take_id(entry)
+        try:
+            frame = call.encode(request_id)
+        except BaseException:
+            del self._open[request_id]
+            raise
+        if deadline < self._timer_at:
+            self._arm(deadline)
+        self._write(frame)
+        return request_id, entry
+
+    def _take_id(self, entry: _Entry) -> int:
+        request_id = self._next_id
+        while request_id in self._open:
+            request_id = request_id % wire.ID_MAX + 1
+        self._next_id = request_id % wire.ID_MAX + 1
+        self._open[request_id] = entry
+        return request_id
+
+    async def _answer(self, request_id: int, entry: _Entry) -> None:
+        """Wait for the final frame."""
+        future = self._loop.create_future()
+        entry.waiters.append(future)
+        try:
+            await future
+            while not entry.call.finished:
+                self._check()
+                await self._changed(entry)
+        except asyncio.CancelledError:
+            self._cancel(request_id, entry)
+            raise
+
+    async def _changed(self, entry: _Entry) -> None:
+        self._check()
+        future = self._loop.create_future()
+        entry.waiters.append(future)
+        await future
+        if self._reason is not None and not entry.call.finished:
+            self._check()
+
+    def _cancel(self, request_id: int, entry: _Entry) -> None:
+        if not entry.call.finished and self._reason is None and self._open.get(request_id) is entry:
+            self._write(wire.cancel(request_id))
+            self._discard(request_id, entry)
+            entry.wake()
+
+    def _discard(self, request_id: int, entry: _Entry) -> None:
+        deadline = self._loop.time() + CANCEL_GRACE_S
+        gone = self._open[request_id] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None), deadline)
+        gone.parts = entry.parts
+        for part in entry.parts or ():
+            if part in self._open:
+                self._open[part].call = _Discarded(wire.CANCEL, b"", timeout_s=None)
+        if deadline < self._timer_at:
+            self._arm(deadline)
+
+    def _drop(self, parts: list[int]) -> None:
+        for part in parts:
+            self._open.pop(part, None)
+
+    def _arm(self, deadline: float) -> None:
+        # One timer for all: arming one for each action would cost more than the rest of a short round trip.
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = deadline
+        self._timer = self._loop.call_at(deadline, self._expire, None)
+
+    def _expire(self, suspect: _Entry | None) -> None:
+        self._timer, self._timer_at = None, float("inf")
+        if self._reason is not None or not self._open:
+            return
+        first = min(self._open.values(), key=lambda entry: entry.deadline)
+        if first.deadline > self._loop.time():
+            if first.deadline < float("inf"):
+                self._arm(first.deadline)
+        elif first is suspect:
+            self._lose("the cell did not answer by an action's deadline", None)
+        else:
+            self._timer_at = self._loop.time() + _RECHECK_S
+            self._timer = self._loop.call_at(self._timer_at, self._expire, first)
+
+    async def _call_slowly(self, call: Call[T]) -> T:
+        await self._wait_room(1)
+        if self._stream.write_buffer_size > _WRITE_HIGH:
+            await self._stream.drain()
+        self._check()
+        started_ns = now_ns()
+        request_id, entry = self._send(call)
+        if call.body is not None:
+            await self._send_body(request_id, entry, call.body)
+        if not call.finished:
+            await self._answer(request_id, entry)
+        return call.result(self.sandbox_id, now_ns() - started_ns)
+
+    async def _send_body(self, request_id: int, entry: _Entry, body: Iterator[bytes]) -> None:
+        """Send DATA as the window allows; a call that ends early ends it. What reads the disk does so in a thread."""
+        call = entry.call
+        in_thread = isinstance(body, tree.Packer)
+        try:
+            while not call.finished:
+                chunk = await _in_thread(self._loop, next, body, None) if in_thread else next(body, None)
+                if chunk is None:
+                    self._write(wire.data(request_id, b"", eof=True))
+                    return
+                for at in range(0, len(chunk), _PIECE):
+                    piece = chunk[at : at + _PIECE]
+                    while call.window < len(piece) and not call.finished:
+                        await self._changed(entry)
+                    if call.finished:
+                        return
+                    call.window -= len(piece)
+                    self._write(wire.data(request_id, piece, eof=False))
+        except BaseException:
+            self._cancel(request_id, entry)  # a body that cannot be read, or a caller who is gone
+            raise
+
+    async def _wait_room(self, count: int) -> None:
+        if count >= wire.REQUESTS_MAX:
+            raise UsageError(f"{count} actions at once: a channel holds {wire.REQUESTS_MAX}; send them in several batches")
+        while len(self._open) + count >= wire.REQUESTS_MAX:
+            future = self._loop.create_future()
+            self._room.append(future)
+            await future
+            self._check()
+
+    def _make_room(self) -> None:
+        waiting, self._room = self._room, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    # ---- the end ----
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise SandboxLost(self.sandbox_id, self._reason) from self._cause
+
+    def _lose_for(self, exc: ProtocolError, cause: BaseException | None = None) -> None:
+        self._lose(f"the cell spoke nonsense: {exc}", exc)
+        if cause is not None:
+            exc.__cause__ = cause
+
+    def _lose(self, reason: str, cause: BaseException | None) -> None:
+        if self._reason is not None:
+            return
+        self._reason, self._cause = reason, cause
+        if self._timer is not None:
+            self._timer.cancel()
+        entries = list(self._open.values())
+        self._open.clear()
+        for entry in entries:
+            entry.wake()
+        self._make_room()
+        for task in self._egress_tasks:
+            task.cancel()
+        self._stream.close()
+        for future in (self._ready, self._closed):
+            if not future.done():
+                future.set_result(None)
+        if self._on_lost is not None:
+            lost = SandboxLost(self.sandbox_id, reason)
+            lost.__cause__ = cause
+            self._on_lost(lost)
+
+
+class Link(Generic[T]):
+    """The caller's end of a flow."""
+
+    def __init__(self, channel: Channel, request_id: int, entry: _Entry, stream: Flow[T]) -> None:
+        self.channel = channel
+        self.flow = stream
+        self._id = request_id
+        self._entry = entry
+        self._eof_sent = False
+        self._cancelled = False
+
+    async def receive(self) -> tuple[int, bytes] | None:
+        """The next piece and its stream (1 stdout, 2 stderr), or None when nothing more will come."""
+        while True:
+            piece = self.flow.take()
+            if piece is not None:
+                if credit := self.flow.credit(self._id):
+                    self.channel._write(credit)
+                return piece
+            if self.flow.is_ended or self._cancelled:
+                return None
+            await self.channel._changed(self._entry)
+
+    def take_now(self) -> list[bytes]:
+        """All that has come, of whatever stream, without waiting."""
+        pieces = []
+        while (piece := self.flow.take()) is not None:
+            pieces.append(piece[1])
+        if credit := self.flow.credit(self._id):
+            self.channel._write(credit)
+        return pieces
+
+    async def send(self, data: bytes) -> None:
+        """Send, waiting while the other side does not take it. `BrokenPipeError` once it takes no more."""
+        view = memoryview(data)
+        while view:
+            if self.flow.finished or self._eof_sent or self._cancelled:
+                raise BrokenPipeError("the other end is closed")
+            if not self.flow.window:
+                await self.channel._changed(self._entry)
+                continue
+            self.channel._check()
+            piece = bytes(view[: min(self.flow.window, _PIECE)])
+            view = view[len(piece) :]
+            self.flow.window -= len(piece)
+            self.channel._write(wire.data(self._id, piece, eof=False))
+
+    def send_eof(self) -> None:
+        """Say that nothing more will be sent. Safe to call twice."""
+        if not self._eof_sent and not self.flow.finished and not self._cancelled and not self.channel.is_lost:
+            self.channel._write(wire.data(self._id, b"", eof=True))
+        self._eof_sent = True
+
+    async def wait(self) -> T:
+        """The flow's result, once it has ended. Does not take what comes: someone must, or it never ends."""
+        while not self.flow.finished:
+            if self._cancelled:
+                raise asyncio.CancelledError
+            await self.channel._changed(self._entry)
+        return self.flow.result(self.channel.sandbox_id)
+
+    def kill(self) -> None:
+        """Stop the flow inside; its result still comes."""
+        if not self.flow.finished and not self._cancelled and not self.channel.is_lost:
+            self.channel._write(wire.cancel(self._id))
+
+    def cancel(self) -> None:
+        """Stop the flow inside and forget it. Safe to call at any time."""
+        self.channel._cancel(self._id, self._entry)
+        self._cancelled = True
+
+
+class EgressLink(Link[None]):
+    """The host's end of a stream that the cell asked for: first `accept` or `deny` it."""
+
+    flow: EgressFlow
+
+    def accept(self) -> None:
+        self.flow.started = True
+        if not self.flow.finished and not self.channel.is_lost:
+            self.channel._write(wire.frame(self._id, wire.EGRESS_OK, b""))
+
+    def deny(self, status: int, message: str) -> None:
+        if not self.flow.finished and not self.channel.is_lost:
+            self.channel._write(wire.frame(self._id, wire.EGRESS_DENY, wire.u16(status) + wire.blob(message.encode())))
+        self.channel._open.pop(self._id, None)
+        self._cancelled = True
+
+    def end(self) -> None:
+        """Nobody serves it any more: tell the cell, and drop what still comes."""
+        if self._cancelled or self.flow.finished:
+            return
+        if self.flow.started:
+            self.send_eof()
+            self.channel._cancel(self._id, self._entry)
+        else:
+            self.deny(502, "the host gave up")
+
+
+class Watch:
+    """Events below a path, as an asynchronous iterator; `close` ends it."""
+
+    def __init__(self, channel: Channel, request_id: int, entry: _Entry, call: WatchFlow) -> None:
+        self._channel = channel
+        self._id = request_id
+        self._entry = entry
+        self._call = call
+        self._closed = False
+
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> Event:
+        while not self._call.events:
+            if self._call.finished or self._closed:
+                raise StopAsyncIteration
+            await self._channel._changed(self._entry)
+        return self._call.events.popleft()
+
+    def close(self) -> None:
+        self._closed = True
+        self._channel._cancel(self._id, self._entry)
+
+    async def __aenter__(self) -> Watch:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _outcome(call: Call[Any], sandbox_id: str, trip_ns: int) -> object:
+    try:
+        return call.result(sandbox_id, trip_ns)
+    except UntaxError as exc:
+        return exc
+
+
+async def _in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *args: object) -> T:
+    """Run in a thread; a cancelled caller waits until the thread has let go of what it was given."""
+    running = loop.run_in_executor(None, lambda: function(*args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait((running,))
+        raise

@@ -1,0 +1,41 @@
+"""The first frame in each direction: who speaks, and in which version. No I/O."""
+
+from __future__ import annotations
+
+from untax.channel import wire
+from untax.channel.replies import Failure, printable
+from untax.channel.wire import Reader
+from untax.core.errors import ProtocolError
+
+CLIENT_VERSION = "0.1.0"
+
+
+class Handshake:
+    """Takes the frames of id 0."""
+
+    __slots__ = ("done", "greeting", "version")
+
+    def __init__(self, version: str = CLIENT_VERSION) -> None:
+        self.greeting = wire.hello(version)
+        self.version = ""  # of the cell
+        self.done = False
+
+    def take(self, kind: int, payload: bytes) -> None:
+        """Raises `ProtocolError` for anything but one greeting of our own major version."""
+        if kind == wire.ERROR:
+            failure = Failure.read(payload)
+            raise ProtocolError(failure.message or "the cell refused the connection")
+        if kind != wire.HELLO or self.done:
+            raise ProtocolError(f"a frame of kind {kind:#x} where a greeting belongs")
+        reader = Reader(payload)
+        magic, major, minor = reader.u32(), reader.u16(), reader.u16()
+        self.version = printable(reader.blob(256))
+        reader.end()
+        if magic != wire.MAGIC:
+            raise ProtocolError("the other end is not a cell: something else writes to its stream")
+        if major != wire.MAJOR:
+            raise ProtocolError(
+                f"the cell {self.version} speaks protocol {major}.{minor}, this client {wire.MAJOR}.{wire.MINOR}:"
+                " install the same release on both sides"
+            )
+        self.done = True
