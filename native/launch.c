@@ -69,7 +69,7 @@ static struct {
     char leftovers[BOXES_MAX][64];  // ids whose control groups would not go yet
     unsigned leftover_count;
     pid_t sweeper;
-} L = {.engine = -1, .epoll = -1, .sweeper = -1};
+} L;  // set up by launcher_main: an initialiser would put all of it into the file
 
 // What an epoll event is about: the engine, or a box's pidfd or status pipe.
 enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS };
@@ -610,6 +610,7 @@ static void raise_file_limit(void) {
 int launcher_main(int argc, char **argv) {
     if (argc < 3) return 2;
     if (argc == 3) seal_program(argv);
+    L.sweeper = -1;
     L.engine = atoi(argv[2]);
     L.epoll = epoll_create1(EPOLL_CLOEXEC);
     if (L.epoll < 0) return 1;
