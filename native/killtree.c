@@ -49,9 +49,10 @@ static bool read_one(int proc, const char *name, struct seen *out) {
     snprintf(path, sizeof path, "%.20s/stat", name);
     if (io_read_file(proc, path, text, sizeof text) <= 0) return false;
     const char *end = strrchr(text, ')');  // the name may hold anything, also parentheses
-    char state;
-    int parent, group, session;
-    if (!end || sscanf(end + 1, " %c %d %d %d", &state, &parent, &group, &session) != 4) return false;
+    if (!end || end[1] != ' ' || !end[2]) return false;
+    char state = end[2], *at;
+    int parent = (int)strtol(end + 3, &at, 10), group = (int)strtol(at, &at, 10), session = (int)strtol(at, &at, 10);
+    if (*at != ' ') return false;
     *out = (struct seen){.pid = atoi(name), .parent = parent, .group = group, .session = session, .dead = state == 'Z' || state == 'X'};
     return true;
 }

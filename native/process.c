@@ -150,7 +150,11 @@ void finish_if_over(struct process *p) {
         return;
     }
     if (!p->request) return;
-    bool flushed = !p->out.streamed || (output_flush(&p->out) & output_flush(&p->err));
+    bool flushed = true;
+    if (p->out.streamed) {
+        flushed &= output_flush(&p->out);
+        flushed &= output_flush(&p->err);
+    }
     if (!flushed && !p->stopping) return;
     send_done(p);
     process_free(p);
