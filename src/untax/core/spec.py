@@ -10,11 +10,11 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Literal
 
 from untax.core.errors import UsageError
 
-Network = Union[Literal["none", "all"], tuple[str, ...]]
+Network = Literal["none", "all"] | tuple[str, ...]
 """`"none"`, `"all"`, or the `host:port` patterns that may be reached."""
 
 ISOLATION_LEVELS = ("none", "namespace", "container", "gvisor", "vm")

@@ -1,0 +1,129 @@
+"""untax: sandboxes for coding agents, and what they cost. `docs/api.md` describes these names."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from untax.batch import Batch
+    from untax.box import Box
+    from untax.channel.process import Connection, Process
+    from untax.channel.replies import Entry, Match, ProcessInfo, SearchResult, TreeSize
+    from untax.channel.session import Session
+    from untax.core.errors import (
+        ActionError,
+        ActionTimeout,
+        BackendError,
+        CommandFailed,
+        CreateError,
+        DestroyError,
+        DiskFull,
+        EditConflict,
+        Exists,
+        FileError,
+        Gone,
+        IsDirectory,
+        NotDirectory,
+        NotFound,
+        NotRun,
+        PermissionDenied,
+        PoolClosed,
+        PoolError,
+        PoolTimeout,
+        ProtocolError,
+        ReadinessTimeout,
+        SandboxLost,
+        SpawnFailed,
+        SubstrateError,
+        SubstrateUnavailable,
+        TooLarge,
+        UntaxError,
+        UsageError,
+    )
+    from untax.core.ledger import Ledger
+    from untax.core.result import CommandResult
+    from untax.core.spec import EnvSpec, Limits, Repo
+    from untax.engine import Engine
+
+__version__ = "0.1.0"
+
+# Loaded when first asked for, so that `import untax` costs next to nothing.
+_HOME = {
+    "Batch": "untax.batch",
+    "Box": "untax.box",
+    "CommandResult": "untax.core.result",
+    "Connection": "untax.channel.process",
+    "Engine": "untax.engine",
+    "Entry": "untax.channel.replies",
+    "EnvSpec": "untax.core.spec",
+    "Ledger": "untax.core.ledger",
+    "Limits": "untax.core.spec",
+    "Match": "untax.channel.replies",
+    "Process": "untax.channel.process",
+    "ProcessInfo": "untax.channel.replies",
+    "Repo": "untax.core.spec",
+    "SearchResult": "untax.channel.replies",
+    "Session": "untax.channel.session",
+    "TreeSize": "untax.channel.replies",
+}
+_ERRORS = "untax.core.errors"
+
+__all__ = [
+    "ActionError",
+    "ActionTimeout",
+    "BackendError",
+    "Batch",
+    "Box",
+    "CommandFailed",
+    "CommandResult",
+    "Connection",
+    "CreateError",
+    "DestroyError",
+    "DiskFull",
+    "EditConflict",
+    "Engine",
+    "Entry",
+    "EnvSpec",
+    "Exists",
+    "FileError",
+    "Gone",
+    "IsDirectory",
+    "Ledger",
+    "Limits",
+    "Match",
+    "NotDirectory",
+    "NotFound",
+    "NotRun",
+    "PermissionDenied",
+    "PoolClosed",
+    "PoolError",
+    "PoolTimeout",
+    "Process",
+    "ProcessInfo",
+    "ProtocolError",
+    "ReadinessTimeout",
+    "Repo",
+    "SandboxLost",
+    "SearchResult",
+    "Session",
+    "SpawnFailed",
+    "SubstrateError",
+    "SubstrateUnavailable",
+    "TooLarge",
+    "TreeSize",
+    "UntaxError",
+    "UsageError",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'untax' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME.get(name, _ERRORS)), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,76 @@
+"""The options that describe a sandbox, shared by the commands that make one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import untax
+from untax import substrates
+from untax.core.errors import UsageError
+from untax.core.spec import ISOLATION_LEVELS
+
+
+def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the sandbox")
+    group.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how it is run (default: %(default)s)")
+    group.add_argument("--image", default="host", help="what it stands on: host, or dir:PATH (default: %(default)s)")
+    group.add_argument("--isolation", choices=ISOLATION_LEVELS, help="weakest boundary accepted (default: the substrate's own)")
+    group.add_argument(
+        "--network", action="append", metavar="POLICY", help="none, all, or HOST:PORT that may be reached; repeatable (default: none)"
+    )
+    group.add_argument(
+        "--env", action="append", default=[], metavar="NAME=VALUE", help="a variable; NAME alone takes it from here; repeatable"
+    )
+    group.add_argument("--workdir", help="working directory inside")
+    group.add_argument("--user", help="who the command runs as inside")
+    for limit in dataclasses.fields(untax.Limits):
+        kind = float if limit.name == "cpus" else int
+        option = "--" + limit.name.replace("_", "-")
+        group.add_argument(option, type=kind, metavar="N", help=f"limit (default: {limit.default})")
+    group.add_argument("--limits", choices=("warn", "strict"), default="warn", help="what to do about a limit this host cannot enforce")
+    group.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
+
+
+def spec_of(arguments: argparse.Namespace) -> untax.EnvSpec:
+    given = {
+        limit.name: getattr(arguments, limit.name)
+        for limit in dataclasses.fields(untax.Limits)
+        if getattr(arguments, limit.name) is not None
+    }
+    return untax.EnvSpec(
+        image=arguments.image,
+        env=_variables(arguments.env),
+        workdir=arguments.workdir,
+        user=arguments.user,
+        limits=untax.Limits(**given),
+        network=_network(arguments.network),
+        isolation=arguments.isolation or substrates.load(arguments.substrate).isolation,
+    )
+
+
+def engine_of(arguments: argparse.Namespace) -> untax.Engine:
+    return untax.Engine(arguments.substrate, state_dir=arguments.state_dir, limits=arguments.limits)
+
+
+def _network(given: list[str] | None) -> Any:
+    if not given:
+        return "none"
+    if len(given) == 1 and given[0] in ("none", "all"):
+        return given[0]
+    return tuple(given)
+
+
+def _variables(given: list[str]) -> dict[str, str]:
+    import os
+
+    variables = {}
+    for item in given:
+        name, has_value, value = item.partition("=")
+        if not has_value:
+            if name not in os.environ:
+                raise UsageError(f"--env {name}: there is no such variable here; write {name}=VALUE")
+            value = os.environ[name]
+        variables[name] = value
+    return variables

@@ -1,0 +1,134 @@
+"""The contract between a rollout and whatever it runs on.
+
+Adapters do the work and never time it: the caller opens a span around each call, so every substrate is measured at the
+same boundary by the same clock. What only some substrates can do is a small protocol of its own, asked for with
+`isinstance`; there are no methods that raise `NotImplementedError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from untax.core.result import CommandResult
+from untax.core.spec import EnvSpec
+from untax.core.stream import ByteStream
+
+
+class Sandbox(Protocol):
+    """One live environment, held by one caller at a time."""
+
+    id: str
+
+    async def wait_ready(self) -> None:
+        """Return once a channel would open; raise `ReadinessTimeout` or `SandboxLost` otherwise."""
+
+    async def open_channel(self) -> ByteStream:
+        """Start the cell inside and give the stream it listens on; all actions go over it."""
+
+    async def destroy(self) -> None:
+        """Free everything `create` took. Safe to call twice, and before `wait_ready`."""
+
+
+class Substrate(Protocol):
+    name: str
+    isolation: str
+    """How strong its boundary is: one of `untax.core.spec.ISOLATION_LEVELS`."""
+
+    def unavailable_reason(self) -> str | None:
+        """Say why this machine cannot use the substrate and what to do about it, or None when it can."""
+
+    async def create(self, spec: EnvSpec) -> Sandbox:
+        """Ask for a sandbox and return as soon as it has an identity, ready or not.
+
+        `spec.user` is the identity of everything that names no other user; `spec.limits` bind from the start. What
+        this substrate cannot make at all (an unknown image, a user it does not have) is a `UsageError`; a create that
+        failed is a `CreateError` or `BackendError`, and has given back what it took.
+        """
+
+
+# ---- what only some can do ----
+
+
+@runtime_checkable
+class Service(Protocol):
+    """A substrate with something of its own that runs between sandboxes: a helper process, a connection."""
+
+    async def start(self) -> None:
+        """Begin, and remove what an earlier holder of the same state left behind when it was killed."""
+
+    async def aclose(self) -> None:
+        """End it and everything it made. Safe to call twice, and without `start`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What commands in a sandbox find there unless they are told otherwise."""
+
+    workdir: str
+    home: str
+    user: str
+    path: str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    shell: str = "/bin/bash"
+
+
+@runtime_checkable
+class Describing(Protocol):
+    """A sandbox that knows its facts. One that does not gets those of an ordinary image."""
+
+    def facts(self) -> Facts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unenforced:
+    """Something that was asked for and that this host cannot hold a sandbox to."""
+
+    name: str
+    """A field of `Limits`, or `network`."""
+    reason: str
+    remedy: str
+
+
+@runtime_checkable
+class Enforcing(Protocol):
+    """A sandbox that says which of its limits are not enforced. One without this ability enforces them all."""
+
+    @property
+    def unenforced(self) -> Sequence[Unenforced]: ...
+
+
+@runtime_checkable
+class UserSwitching(Protocol):
+    """A sandbox in which commands may run as users other than the one it was created for."""
+
+    async def provide_worker(self, user: str) -> None:
+        """Give the cell hands that act as `user`; `UsageError` when there is no such user inside.
+
+        Called when the cell answers that it has none; the action is then asked for once more.
+        """
+
+
+@runtime_checkable
+class Freezable(Protocol):
+    """A sandbox whose processes can be stopped all at once and go on later as if nothing had been."""
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+@runtime_checkable
+class Diagnosing(Protocol):
+    """A substrate that can say more about this machine than whether it can be used."""
+
+    def evidence(self) -> Sequence[str]:
+        """What was looked at and found, one line each; shown by `untax doctor`."""
+
+
+@runtime_checkable
+class Incumbent(Protocol):
+    """A sandbox that can also run a command the way its users do today, one exec at a time."""
+
+    async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
+        """Run `argv` without a shell. Raise `SandboxLost` only when the sandbox itself is gone."""

@@ -1,0 +1,1 @@
+"""Records in, files out; one file for each figure."""

@@ -1,0 +1,173 @@
+"""The cell in a private directory: no isolation, the floor the others are compared to.
+
+Commands run as the caller and see the whole machine; no limit and no network policy holds. It is for comparison and
+for trusted code, which is why it is refused unless `isolation="none"` is asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from untax.channel.stream import SocketStream
+from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
+from untax.core.spec import EnvSpec
+from untax.core.substrate import Facts, Unenforced
+from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, sweep
+
+# The cell needs milliseconds to kill its commands at the end of its input; one that takes longer is stuck.
+_EXIT_GRACE_S = 5.0
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_REMEDY = "use a substrate with isolation, for example Engine('namespace')"
+_UNENFORCED = tuple(
+    Unenforced(name, "the process substrate enforces nothing", _REMEDY) for name in ("cpus", "memory_mib", "disk_mib", "pids", "network")
+)
+
+
+def make(state_dir: str | None = None) -> ProcessSubstrate:
+    return ProcessSubstrate(Path(state_dir) if state_dir is not None else default_state_dir())
+
+
+class ProcessSubstrate:
+    name = "process"
+    isolation = "none"
+
+    def __init__(self, state_dir: Path) -> None:
+        self._root = state_dir / "process"
+        self._holding: Holding | None = None
+
+    def unavailable_reason(self) -> str | None:
+        if not sys.platform.startswith("linux"):
+            return "needs Linux; connect to a server that runs on it"
+        return cell_missing_reason()
+
+    async def start(self) -> None:
+        if self._holding is None:
+            self._holding = Holding.take(self._root)
+            await asyncio.to_thread(sweep, self._root, _remove)
+
+    async def aclose(self) -> None:
+        holding, self._holding = self._holding, None
+        if holding is not None:
+            await asyncio.to_thread(holding.close)
+
+    async def create(self, spec: EnvSpec) -> ProcessSandbox:
+        if spec.image != "host":
+            raise UsageError(f"image {spec.image!r}: the process substrate has only the host's own files; {_REMEDY}")
+        if spec.user not in (None, _user_name(), str(os.geteuid())):
+            raise UsageError(f"user {spec.user!r}: the process substrate runs commands as its caller; {_REMEDY}")
+        if self._holding is None:
+            raise BackendError("", "the process substrate is not started, or closed")
+        home = self._holding.path / f"sbx-{secrets.token_hex(6)}"
+        try:
+            home.mkdir(mode=0o700)
+        except OSError as exc:
+            raise CreateError("", f"{home}: {exc.strerror}") from exc
+        return ProcessSandbox(home)
+
+
+class ProcessSandbox:
+    unenforced = _UNENFORCED
+
+    def __init__(self, home: Path) -> None:
+        self.id = home.name
+        self._home = home
+        self._cell: subprocess.Popen[bytes] | None = None
+        self._stream: SocketStream | None = None
+
+    def facts(self) -> Facts:
+        home = str(self._home)
+        path = f"{Path(sys.prefix) / 'bin'}:{_SYSTEM_PATH}"
+        return Facts(workdir=home, home=home, user=_user_name(), path=path)
+
+    async def wait_ready(self) -> None:
+        pass  # the directory is there as soon as `create` returns
+
+    async def open_channel(self) -> SocketStream:
+        ours, its = socket.socketpair()
+        with its:
+            try:
+                self._cell = subprocess.Popen(
+                    [cell_path(), "agent", "--stdio", "--dir", str(self._home)],
+                    cwd=self._home,
+                    env={},  # nothing of the engine's own environment is for commands
+                    stdin=its.fileno(),
+                    stdout=its.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except FileNotFoundError as exc:
+                ours.close()
+                raise SandboxLost(self.id, "its directory is gone") from exc
+            except OSError as exc:
+                ours.close()
+                raise SubstrateUnavailable(self.id, f"the cell cannot be started: {exc.strerror}") from exc
+            except SubstrateUnavailable:
+                ours.close()
+                raise
+        self._stream = SocketStream(ours)
+        return self._stream
+
+    async def destroy(self) -> None:
+        if self._stream is not None:
+            self._stream.close()  # end of input: the cell kills its commands and exits
+        if self._cell is not None and self._cell.returncode is None:
+            await _wait_exit(self._cell)
+        await asyncio.to_thread(_remove, self._home)
+
+
+async def _wait_exit(cell: subprocess.Popen[bytes]) -> None:
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    pidfd = os.pidfd_open(cell.pid)
+    loop.add_reader(pidfd, _resolve, ended)
+    try:
+        await asyncio.wait_for(ended, _EXIT_GRACE_S)
+    except TimeoutError:
+        # Stopped or stuck: it cannot clean up any more, so its descendants go first, while they still hang below it.
+        for pid in (*_descendants(cell.pid), cell.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    await asyncio.to_thread(cell.wait)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [found for child in children for found in (*_descendants(int(child)), int(child))]
+
+
+def _remove(path: Path) -> None:
+    """Also what a workload made unreadable: as its owner we may change the modes of directories."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        for directory, _, _ in os.walk(path):
+            with contextlib.suppress(OSError):
+                os.chmod(directory, 0o700, follow_symlinks=False)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser() if os.geteuid() == os.getuid() else str(os.geteuid())
+    except (KeyError, OSError):
+        return str(os.geteuid())

@@ -1,0 +1,342 @@
+"""A substrate without a machine and a clock without time, for our tests and for authors of adapters.
+
+`FakeSubstrate` keeps sandboxes in memory and speaks the real protocol from the cell's side, so everything above an adapter
+runs as it does in earnest. It writes down each step that was taken, can be made to fail or wait at each of them, and
+knows who was never given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from untax.channel import wire
+from untax.channel.wire import Reader
+from untax.core.errors import SandboxLost
+from untax.core.spec import EnvSpec
+from untax.core.stream import Receiver
+from untax.core.substrate import Facts, Unenforced
+
+_HEADER = struct.Struct("<IIBBH")
+_EXITED, _TIMEOUT, _CANCELLED = 0, 2, 3
+
+
+class FakeClock:
+    """A clock that stands still until it is told to go on; use it as `Engine(clock=FakeClock())`."""
+
+    def __init__(self, start_ns: int = 0) -> None:
+        self.ns = start_ns
+
+    def __call__(self) -> int:
+        return self.ns
+
+    def advance(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class FakeExit:
+    """How a command in a fake sandbox ends."""
+
+    code: int = 0
+    stdout: bytes = b""
+    stderr: bytes = b""
+    wall_s: float = 0.0
+    oom_kills: int = 0
+    signal: int | None = None
+
+
+HANGS = None
+"""What a program returns that does not end by itself."""
+
+Program = Callable[[Sequence[str], Mapping[str, str], bytes], FakeExit | None]
+
+
+def _echo(argv: Sequence[str], env: Mapping[str, str], stdin: bytes) -> FakeExit:  # noqa: ARG001
+    return FakeExit(stdout=" ".join(argv[1:]).encode() + b"\n")
+
+
+def _env(argv: Sequence[str], env: Mapping[str, str], stdin: bytes) -> FakeExit:  # noqa: ARG001
+    return FakeExit(stdout="".join(f"{name}={value}\n" for name, value in env.items()).encode())
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "true": lambda argv, env, stdin: FakeExit(),  # noqa: ARG005
+    "false": lambda argv, env, stdin: FakeExit(code=1),  # noqa: ARG005
+    "echo": _echo,
+    "env": _env,
+    "cat": lambda argv, env, stdin: FakeExit(stdout=stdin),  # noqa: ARG005
+    "sleep": lambda argv, env, stdin: HANGS,  # noqa: ARG005
+}
+
+
+class FakeSubstrate:
+    """`log` has every step in order; `live` the sandboxes that were created and not destroyed.
+
+    `failures[step]` is raised at a step (`create`, `wait_ready`, `open_channel`, `destroy`), `gates[step]` is waited for
+    before it.
+    """
+
+    name = "fake"
+
+    def __init__(
+        self,
+        *,
+        isolation: str = "vm",
+        programs: Mapping[str, Program] | None = None,
+        unenforced: tuple[Unenforced, ...] = (),
+        unavailable: str | None = None,
+    ) -> None:
+        self.isolation = isolation
+        self.programs = {**PROGRAMS, **(programs or {})}
+        self.unenforced = unenforced
+        self.unavailable = unavailable
+        self.log: list[str] = []
+        self.live: set[str] = set()
+        self.sandboxes: list[FakeSandbox] = []
+        self.failures: dict[str, Exception] = {}
+        self.gates: dict[str, asyncio.Event] = {}
+        self.specs: list[EnvSpec] = []
+
+    def unavailable_reason(self) -> str | None:
+        return self.unavailable
+
+    async def start(self) -> None:
+        await self.step("start")
+
+    async def aclose(self) -> None:
+        await self.step("aclose")
+
+    async def create(self, spec: EnvSpec) -> FakeSandbox:
+        await self.step("create")
+        self.specs.append(spec)
+        sandbox = FakeSandbox(self, f"fake-{len(self.sandboxes)}", spec)
+        self.sandboxes.append(sandbox)
+        self.live.add(sandbox.id)
+        return sandbox
+
+    async def step(self, name: str) -> None:
+        self.log.append(name)
+        if (gate := self.gates.get(name)) is not None:
+            await gate.wait()
+        if (failure := self.failures.get(name)) is not None:
+            raise failure
+
+
+class FakeSandbox:
+    def __init__(self, substrate: FakeSubstrate, sandbox_id: str, spec: EnvSpec) -> None:
+        self.id = sandbox_id
+        self.spec = spec
+        self.files: dict[str, bytes] = {}
+        self.users = {""}
+        self.cell: FakeCell | None = None
+        self._substrate = substrate
+
+    @property
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        return self._substrate.unenforced
+
+    def facts(self) -> Facts:
+        return Facts(workdir="/workspace", home="/home/user", user="user")
+
+    async def wait_ready(self) -> None:
+        await self._substrate.step("wait_ready")
+
+    async def open_channel(self) -> FakeCell:
+        await self._substrate.step("open_channel")
+        if self.id not in self._substrate.live:
+            raise SandboxLost(self.id, "it was destroyed")
+        self.cell = FakeCell(self, self._substrate)
+        return self.cell
+
+    async def destroy(self) -> None:
+        if self.id in self._substrate.live:
+            await self._substrate.step("destroy")
+            self._substrate.live.discard(self.id)
+        if self.cell is not None:
+            self.cell.close()
+
+    async def provide_worker(self, user: str) -> None:
+        await self._substrate.step(f"provide_worker {user}")
+        self.users.add(user)
+
+    async def pause(self) -> None:
+        await self._substrate.step("pause")
+
+    async def resume(self) -> None:
+        await self._substrate.step("resume")
+
+    def die(self) -> None:
+        """As when the cell is killed: the stream ends without a word."""
+        assert self.cell is not None
+        self.cell.close()
+
+
+class FakeCell:
+    """The cell's end of a channel, as the `ByteStream` that the host holds. Answers from the event loop, never at once."""
+
+    def __init__(self, sandbox: FakeSandbox, substrate: FakeSubstrate) -> None:
+        self.silent = False
+        self._sandbox = sandbox
+        self._substrate = substrate
+        self._receiver: Receiver | None = None
+        self._env: dict[str, str] = {}
+        self._kept = b""
+        self._hanging: dict[int, asyncio.TimerHandle | None] = {}
+        self._closed = False
+
+    # ---- ByteStream ----
+
+    def start(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self.say(wire.hello("fake"))
+
+    def write(self, data: bytes) -> None:
+        self._kept += data
+        while len(self._kept) >= 12:
+            length = _HEADER.unpack_from(self._kept)[0]
+            if len(self._kept) < 4 + length:
+                return
+            whole, self._kept = self._kept[: 4 + length], self._kept[4 + length :]
+            self._take(whole)
+
+    @property
+    def write_buffer_size(self) -> int:
+        return 0
+
+    async def drain(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for timer in self._hanging.values():
+                if timer is not None:
+                    timer.cancel()
+            if self._receiver is not None:
+                asyncio.get_running_loop().call_soon(self._receiver.connection_lost, None)
+
+    # ---- what a hostile or broken one may do ----
+
+    def say(self, raw: bytes) -> None:
+        """Send any bytes to the host."""
+        if not self._closed and not self.silent:
+            asyncio.get_running_loop().call_soon(self._deliver, raw)
+
+    def _deliver(self, raw: bytes) -> None:
+        if not self._closed and self._receiver is not None:
+            self._receiver.data_received(raw)
+
+    # ---- requests ----
+
+    def _take(self, whole: bytes) -> None:
+        _, request_id, kind, flags, _ = _HEADER.unpack_from(whole)
+        reader = Reader(whole, _HEADER.size)
+        deadline_ms = reader.u32() if flags & wire.HAS_DEADLINE else 0
+        if flags & wire.HAS_KEY:
+            for _ in range(2):
+                reader.u64()
+        match kind:
+            case wire.CONFIGURE:
+                self._configure(request_id, reader)
+            case wire.PING:
+                self._done(request_id)
+            case wire.CANCEL:
+                self._end_hanging(request_id, _CANCELLED)
+            case wire.SPAWN:
+                self._spawn(request_id, reader, deadline_ms)
+            case wire.READ:
+                self._read(request_id, reader)
+            case wire.WRITE:
+                path, _, _, data = reader.blob(), reader.u32(), reader.u8(), reader.blob(wire.FRAME_MAX_OUT)
+                self._sandbox.files[path.decode()] = data
+                self._done(request_id, wire.u64(len(data)))
+            case wire.MKDIR:
+                self._done(request_id)
+            case wire.BATCH:
+                self._batch(request_id, reader)
+            case wire.HELLO | wire.CREDIT | wire.DATA:
+                pass
+            case _:
+                self._error(request_id, wire.UNSUPPORTED, 0, "the fake cell does not do this")
+
+    def _configure(self, request_id: int, reader: Reader) -> None:
+        self._substrate.log.append("configure")
+        reader.blob()
+        self._env = dict(reader.blob().decode().split("=", 1) for _ in range(reader.u32()))
+        self._done(request_id)
+
+    def _spawn(self, request_id: int, reader: Reader, deadline_ms: int) -> None:
+        options, *_ = reader.u16(), reader.u32(), reader.u16(), reader.u16()
+        _cwd, user = reader.blob(), reader.blob().decode()
+        argv = [reader.blob(wire.FRAME_MAX_OUT).decode() for _ in range(reader.u32())]
+        env = dict(self._env)
+        for _ in range(reader.u32()):
+            name, has_value, value = reader.blob().decode().partition("=")
+            env.pop(name, None)
+            if has_value:
+                env[name] = value
+        stdin = reader.blob(wire.FRAME_MAX_OUT)
+        if user not in self._sandbox.users:
+            self._error(request_id, wire.NO_WORKER, 0, f"nobody acts for {user}")
+            return
+        if options & wire.SHELL:
+            argv = argv[0].split()
+        self._substrate.log.append(f"spawn {' '.join(argv)}")
+        program = self._substrate.programs.get(argv[0])
+        ended = program(argv, env, stdin) if program else FakeExit(127, stderr=f"{argv[0]}: not found\n".encode())
+        if ended is HANGS:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(deadline_ms / 1000, self._end_hanging, request_id, _TIMEOUT) if deadline_ms else None
+            self._hanging[request_id] = timer
+        else:
+            self._done(request_id, _command(ended))
+
+    def _end_hanging(self, request_id: int, how: int) -> None:
+        if request_id in self._hanging:
+            timer = self._hanging.pop(request_id)
+            if timer is not None:
+                timer.cancel()
+            self._substrate.log.append("killed")
+            self._done(request_id, _command(FakeExit(), how))
+
+    def _read(self, request_id: int, reader: Reader) -> None:
+        data = self._sandbox.files.get(reader.blob().decode())
+        if data is None:
+            self._error(request_id, wire.OS, errno.ENOENT, "open")
+            return
+        at, most = reader.u64(), reader.u64()
+        part = data[at : at + most]
+        self._done(request_id, wire.u64(len(data)) + wire.u32(0o644) + struct.pack("<q", 0) + wire.blob(part))
+
+    def _batch(self, request_id: int, reader: Reader) -> None:
+        _, count = reader.u8(), reader.u32()
+        rest = reader.rest()
+        for _ in range(count):
+            length = 4 + _HEADER.unpack_from(rest)[0]
+            self._take(rest[:length])
+            rest = rest[length:]
+        self._done(request_id, wire.u32(count))
+
+    def _done(self, request_id: int, payload: bytes = b"") -> None:
+        self.say(wire.frame(request_id, wire.DONE, payload))
+
+    def _error(self, request_id: int, code: int, number: int, message: str) -> None:
+        self.say(wire.frame(request_id, wire.ERROR, wire.u16(code) + wire.i32(number) + wire.blob(message.encode())))
+
+
+def _command(ended: FakeExit, how: int = _EXITED) -> bytes:
+    if how == _EXITED and ended.signal is not None:
+        how = 1
+    code = ended.signal if ended.signal is not None else ended.code
+    facts = struct.pack("<BiQQQQIIBQQ", how, code, int(ended.wall_s * 1e9), 0, 0, 0, ended.oom_kills, 0, 0, 0, 0)
+    return facts + wire.blob(ended.stdout) + wire.blob(ended.stderr)

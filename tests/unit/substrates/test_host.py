@@ -1,0 +1,91 @@
+"""What a dead engine left is told from what a live one uses by a lock that the kernel drops."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from untax import substrates
+from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
+from untax.substrates import _host
+
+
+def test_an_unknown_substrate_is_an_error_that_names_the_known():
+    with pytest.raises(UsageError, match="process"):
+        substrates.load("proces")
+
+
+def test_an_unknown_option_is_an_error_that_names_the_known():
+    with pytest.raises(UsageError, match="state_dir"):
+        substrates.load("process", colour="red")
+
+
+def test_a_live_holding_is_not_swept(tmp_path):
+    holding = _host.Holding.take(tmp_path / "state")
+
+    assert _host.sweep(tmp_path / "state", shutil.rmtree) == 0
+    assert holding.path.is_dir()
+    holding.close()
+    holding.close()
+    assert not holding.path.exists()
+
+
+def test_what_a_killed_engine_left_is_swept(tmp_path):
+    script = (
+        "import os, pathlib, sys; from untax.substrates._host import Holding; "
+        "h = Holding.take(pathlib.Path(sys.argv[1])); (h.path / 'left').mkdir(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "state")], env={"PYTHONPATH": os.pathsep.join(sys.path)})
+    left = list((tmp_path / "state").glob("engine-*"))
+    assert len(left) == 1
+
+    assert _host.sweep(tmp_path / "state", shutil.rmtree) == 1
+    assert not left[0].exists()
+
+
+def test_f20_a_state_directory_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "state").symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(UsageError, match="link"):
+        _host.Holding.take(tmp_path / "state")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_link_among_the_holdings_is_not_followed(tmp_path):
+    _host.Holding.take(tmp_path / "state").close()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "state" / "engine-1-link").symlink_to(tmp_path / "elsewhere")
+
+    assert _host.sweep(tmp_path / "state", shutil.rmtree) == 0
+    assert (tmp_path / "elsewhere").is_dir()
+
+
+def test_a_state_directory_others_can_write_is_refused(tmp_path):
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state").chmod(0o777)
+
+    with pytest.raises(UsageError, match="chmod 700"):
+        _host.Holding.take(tmp_path / "state")
+
+
+def test_a_state_directory_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "state").write_text("")
+
+    with pytest.raises(UsageError):
+        _host.Holding.take(tmp_path / "state")
+
+
+def test_a_state_directory_that_cannot_be_made_is_a_backend_error():
+    with pytest.raises(BackendError, match="state_dir"):
+        _host.ensure_private_dir(_host.Path("/proc/untax-cannot-be"))
+
+
+def test_an_installation_without_a_cell_names_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(_host, "_CELL", tmp_path / "cell")
+
+    with pytest.raises(SubstrateUnavailable, match="wheel"):
+        _host.cell_path()
+    assert "pip install" in (substrates.load("process").unavailable_reason() or "")
