@@ -259,6 +259,7 @@ typedef void action(struct actions *, const struct frame *);
 static action *const table[256] = {
     [K_READ] = action_read, [K_WRITE] = action_write, [K_LIST] = action_list, [K_STAT] = action_stat, [K_MKDIR] = action_mkdir,
     [K_REMOVE] = action_remove, [K_MOVE] = action_move, [K_UPLOAD] = action_upload, [K_DOWNLOAD] = action_download,
+    [K_SEARCH] = action_search, [K_EDIT] = action_edit,
 };
 
 bool actions_handle(struct actions *a, const struct frame *f) {
