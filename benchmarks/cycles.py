@@ -23,6 +23,8 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     cycle_s: list[float] = []
     with tempfile.TemporaryDirectory(prefix="untax-bench-") as place:
         state = Path(place)
+        async with _measure.engine_on(substrate, state):
+            pass  # the first one lays out the state directory
         outset = _census.take(state)
         async with _measure.engine_on(substrate, state) as engine:
             spec = _measure.spec_for(substrate)
