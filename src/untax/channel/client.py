@@ -256,7 +256,7 @@ class Channel:
                 await _in_thread(self._loop, unpack.feed, b"".join(pieces) if len(pieces) > 1 else pieces[0])
             size = await link.wait()
             await _in_thread(self._loop, unpack.finish)
-            return size
+            return TreeSize(size.entries, size.bytes, tuple(unpack.skipped))
         finally:
             link.cancel()
             unpack.close()

@@ -105,6 +105,10 @@ class Flow(Call[T]):
         return frames
 
     @property
+    def has_pieces(self) -> bool:
+        return bool(self._pieces)
+
+    @property
     def is_ended(self) -> bool:
         """Nothing more will come than what is held."""
         return self.finished or all(self.ended[: self._streams])

@@ -324,7 +324,7 @@ class Unpacker:
             raise ProtocolError("a tar entry with contents that cannot have any")
         if kind == b"5":
             self._walk(path)
-            self._modes.append((path, mode | 0o700))
+            self._modes.append((path, mode))
         elif kind == b"2" and path and _stays_inside(path, target):
             directory = self._make_way(path)
             os.symlink(target, path[-1], dir_fd=directory)

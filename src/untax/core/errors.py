@@ -195,4 +195,5 @@ def file_error(number: int, message: str, path: str | None) -> FileError:
     """The exception for an error number that a file action met inside the sandbox."""
     kind = _BY_ERRNO.get(number, FileError)
     reason = os.strerror(number) if number > 0 else "failed"
-    return kind(number, f"{reason} ({message})" if message and message != reason else reason, path)
+    step = message.removesuffix(reason).rstrip(": ")  # cells say the reason too
+    return kind(number, f"{reason} ({step})" if step else reason, path)

@@ -1,0 +1,626 @@
+"""The blocking driver: the same calls and flows over a blocking socket, from any number of threads.
+
+There is no thread of its own. Of the threads that wait for an answer one, the leader, reads the socket and hands every frame
+to whom it belongs; when its own answer is there it leaves the reading to another that still waits. One thread alone
+pays one `send` and one `recv` for a round trip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from untax.channel import actions, flow, tree, wire
+from untax.channel.actions import Call
+from untax.channel.arguments import Name
+from untax.channel.client import GRACE_S, READY_TIMEOUT_S
+from untax.channel.flow import Flow, WatchFlow
+from untax.channel.handshake import Handshake
+from untax.channel.replies import Event, TreeSize
+from untax.channel.stream import RECEIVE_SIZE
+from untax.channel.wire import FrameParser, Reader
+from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
+from untax.core.span import now_ns
+
+T = TypeVar("T")
+
+_PIECE = 128 << 10  # of a body in one DATA frame: half a window
+_FOREVER = float("inf")
+_RECHECK_S = 0.02  # a deadline is believed only after one more look at what has come
+_TIMEVAL = struct.Struct("@ll")
+
+
+class _Entry:
+    """An open id: where its frames go, and the condition its waiters sleep on while another thread reads."""
+
+    __slots__ = ("call", "changed", "parts")
+
+    def __init__(self, call: Call[Any] | _Greeting) -> None:
+        self.call = call
+        self.changed: threading.Condition | None = None
+        self.parts: list[int] | None = None
+
+
+class _Greeting:
+    """The frames of id 0."""
+
+    __slots__ = ("handshake",)
+
+    def __init__(self, handshake: Handshake) -> None:
+        self.handshake = handshake
+
+    @property
+    def finished(self) -> bool:
+        return self.handshake.done
+
+    def feed(self, kind: int, payload: bytes) -> bool:
+        self.handshake.take(kind, payload)
+        return False
+
+
+class _Discarded(Call[None]):
+    """Takes the place of a cancelled call until its final frame has come."""
+
+    __slots__ = ()
+
+    def feed(self, kind: int, payload: bytes) -> bool:  # noqa: ARG002
+        return kind in (wire.DONE, wire.ERROR)
+
+
+class BlockingChannel:
+    """The client's end. Owns `sock`. Programs inside get no network over it: what they ask for is refused."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        *,
+        sandbox_id: str,
+        on_lost: Callable[[SandboxLost], None] | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        sock.setblocking(True)
+        self.sandbox_id = sandbox_id
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._on_lost = on_lost
+        self._grace_s = grace_s
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # everything below
+        self._sending = threading.Lock()  # the order of frames on the socket; never taken while `_lock` is held
+        self._parser = FrameParser()
+        self._handshake = Handshake()
+        self._greeting = _Entry(_Greeting(self._handshake))
+        self._open: dict[int, _Entry] = {0: self._greeting}
+        self._followers: dict[_Entry, int] = {}
+        self._is_read = False  # some thread is the leader
+        self._next_id = 1
+        self._reason: str | None = None
+        self._cause: BaseException | None = None
+        self._receive_timeout_s = 0.0  # as set on the socket; 0: none
+        self._send(self._handshake.greeting)
+
+    # ---- life ----
+
+    @property
+    def is_lost(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def lost_reason(self) -> str | None:
+        return self._reason
+
+    @property
+    def cell_version(self) -> str:
+        return self._handshake.version
+
+    def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Return once the cell has greeted. `ReadinessTimeout`, `SandboxLost`, or `ProtocolError` when it speaks another version."""
+        try:
+            self._wait(self._greeting, lambda: self._handshake.done, monotonic() + timeout_s)
+        except TimeoutError:
+            raise ReadinessTimeout(self.sandbox_id, f"the cell did not greet within {timeout_s:g} s") from None
+        except SandboxLost:
+            if isinstance(self._cause, ProtocolError) and not self._handshake.done:
+                raise self._cause from None
+            raise
+
+    def close(self) -> None:
+        """End the channel; actions in flight raise `SandboxLost`. From any thread, and twice."""
+        self._lose("the channel was closed", None)
+
+    # ---- actions ----
+
+    def call(self, call: Call[T], timeout_s: float | None = None) -> T:
+        """Carry out one action. An interrupt (KeyboardInterrupt) cancels the action inside."""
+        if timeout_s is not None:
+            call.timeout_s = timeout_s
+        started_ns = now_ns()
+        deadline = self._deadline(call)
+        request_id, entry = self._begin(call)
+        try:
+            if call.body is not None:
+                self._send_body(request_id, entry, call)
+            self._finish(entry, deadline)
+        except BaseException:
+            self._cancel(request_id, entry)
+            raise
+        return call.result(self.sandbox_id, now_ns() - started_ns)
+
+    def batch(self, calls: Sequence[Call[Any]], *, stop: bool = False) -> list[object]:
+        """As `Channel.batch`."""
+        for call in calls:
+            if call.body is not None or isinstance(call, (Flow, WatchFlow)) or call.finished:
+                raise UsageError("streams, bodies over 1 MiB and calls already made cannot be in a batch: send them alone")
+        if not calls:
+            return []
+        started_ns = now_ns()
+        ids = [self._take_id(_Entry(call)) for call in calls]
+        times = [call.timeout_s for call in calls]
+        try:
+            frames = b"".join(call.encode(request_id) for call, request_id in zip(calls, ids, strict=True))
+            whole = Call(
+                wire.BATCH,
+                wire.u8(stop) + wire.u32(len(calls)) + frames,
+                timeout_s=None if None in times else min(sum(filter(None, times)), 4e6),
+                decode=Reader.u32,
+            )
+            deadline = self._deadline(whole)
+            request_id, entry = self._begin(whole, parts=ids)
+        except BaseException:
+            with self._lock:
+                self._drop(ids)
+            raise
+        try:
+            self._finish(entry, deadline)
+        except BaseException:
+            self._cancel(request_id, entry)
+            raise
+        whole.result(self.sandbox_id)
+        trip_ns = now_ns() - started_ns
+        if not all(call.finished for call in calls):
+            self._lose_for(ProtocolError("a batch ended before its parts"))
+            self._check()
+        return [_outcome(call, self.sandbox_id, trip_ns) for call in calls]
+
+    # ---- streams ----
+
+    def open(self, stream: Flow[T]) -> BlockingLink[T]:
+        """Begin a flow; returns once it has started, raises what the cell answered instead."""
+        request_id, entry = self._begin(stream)
+        try:
+            self._wait(entry, lambda: stream.started or stream.finished, _FOREVER)
+        except BaseException:
+            self._cancel(request_id, entry)
+            raise
+        if stream.is_failed:
+            stream.result(self.sandbox_id)
+        return BlockingLink(self, request_id, entry, stream)
+
+    def watch(self, path: Name = ".", *, recursive: bool = True) -> BlockingWatch:
+        call = flow.watch(path, recursive=recursive)
+        request_id, entry = self._begin(call)
+        try:
+            self._wait(entry, lambda: call.started or call.finished, _FOREVER)
+        except BaseException:
+            self._cancel(request_id, entry)
+            raise
+        if call.is_failed:
+            call.result(self.sandbox_id)
+        return BlockingWatch(self, request_id, entry, call)
+
+    def upload(
+        self,
+        local: Name,
+        remote: Name,
+        *,
+        max_bytes: int = tree.MAX_BYTES,
+        max_entries: int = tree.MAX_ENTRIES,
+        timeout_s: float | None = actions.TIMEOUT_S,
+    ) -> TreeSize:
+        """As `Channel.upload`."""
+        dest, body = tree.upload_plan(local, remote, max_bytes=max_bytes, max_entries=max_entries)
+        with contextlib.closing(body):
+            return self.call(actions.upload(dest, body, max_bytes=max_bytes, max_entries=max_entries, timeout_s=timeout_s))
+
+    def download(
+        self,
+        remote: Name,
+        local: Name,
+        *,
+        max_bytes: int = tree.MAX_BYTES,
+        max_entries: int = tree.MAX_ENTRIES,
+        timeout_s: float | None = actions.TIMEOUT_S,
+    ) -> TreeSize:
+        """As `Channel.download`."""
+        link = self.open(flow.download(remote, max_bytes=max_bytes, timeout_s=timeout_s))
+        with contextlib.closing(tree.Unpacker(local, max_bytes=max_bytes, max_entries=max_entries)) as unpack:
+            try:
+                while (piece := link.receive()) is not None:
+                    unpack.feed(piece[1])
+                size = link.wait()
+            finally:
+                link.cancel()
+            unpack.finish()
+            return TreeSize(size.entries, size.bytes, tuple(unpack.skipped))
+
+    # ---- ids and sending ----
+
+    def _deadline(self, call: Call[Any]) -> float:
+        return _FOREVER if call.timeout_s is None else monotonic() + call.timeout_s + self._grace_s
+
+    def _begin(self, call: Call[Any], parts: list[int] | None = None) -> tuple[int, _Entry]:
+        if os.getpid() != self._pid:
+            raise UsageError("this process is a fork of the one that opened the sandbox: open another one here")
+        entry = _Entry(call)
+        entry.parts = parts
+        request_id = self._take_id(entry)
+        try:
+            frame = call.encode(request_id)
+        except BaseException:
+            with self._lock:
+                self._drop([request_id])
+            raise
+        self._send(frame)
+        return request_id, entry
+
+    def _take_id(self, entry: _Entry) -> int:
+        with self._lock:
+            self._check()
+            if len(self._open) > wire.REQUESTS_MAX - 1:
+                raise UsageError(f"more than {wire.REQUESTS_MAX - 1} actions at once: wait for some of them")
+            request_id = self._next_id
+            while request_id in self._open:
+                request_id = request_id % wire.ID_MAX + 1
+            self._next_id = request_id % wire.ID_MAX + 1
+            self._open[request_id] = entry
+            return request_id
+
+    def _drop(self, ids: list[int]) -> None:
+        for request_id in ids:
+            self._open.pop(request_id, None)
+
+    def _send(self, data: bytes) -> None:
+        """Send all of it. While the cell takes nothing, what it sends is read, or both sides would wait for ever."""
+        try:
+            with self._sending:
+                sent = self._sock.send(data, socket.MSG_DONTWAIT)
+                while sent < len(data):
+                    data = data[sent:]
+                    sent = self._send_some(data)
+        except BlockingIOError:
+            with self._sending:
+                while data:
+                    data = data[self._send_some(data) :]
+        except OSError as exc:
+            self._read_out(exc)
+
+    def _send_some(self, data: bytes) -> int:
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        with self._lock:
+            leads = not self._is_read
+            self._is_read = self._is_read or leads
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT | (select.POLLIN if leads else 0))
+        try:
+            ready = poll.poll(1000)
+            if leads and ready and ready[0][1] & select.POLLIN:
+                self._read_once()
+        finally:
+            if leads:
+                self._resign()
+        self._check()
+        return 0
+
+    def _read_out(self, exc: OSError) -> None:
+        """The socket takes nothing more; an answer may still lie in it."""
+        with contextlib.suppress(OSError):
+            while data := self._sock.recv(RECEIVE_SIZE, socket.MSG_DONTWAIT):
+                with self._lock:
+                    self._dispatch(data)
+        self._lose("the connection was reset", exc)
+
+    def _send_body(self, request_id: int, entry: _Entry, call: Call[Any]) -> None:
+        assert call.body is not None
+        for chunk in call.body:
+            for at in range(0, len(chunk), _PIECE):
+                piece = chunk[at : at + _PIECE]
+                size = len(piece)
+                if call.window < size:
+                    self._wait(entry, lambda: call.window >= size or call.finished, _FOREVER)  # noqa: B023
+                if call.finished:
+                    return
+                with self._lock:
+                    call.window -= size
+                self._send(wire.data(request_id, piece, eof=False))
+        if not call.finished:
+            self._send(wire.data(request_id, b"", eof=True))
+
+    def _cancel(self, request_id: int, entry: _Entry) -> None:
+        with self._lock:
+            if entry.call.finished or self._reason is not None or self._open.get(request_id) is not entry:
+                return
+            gone = self._open[request_id] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None))
+            gone.parts = entry.parts
+            for part in entry.parts or ():
+                if part in self._open:
+                    self._open[part] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None))
+        self._send(wire.cancel(request_id))
+
+    # ---- waiting and reading ----
+
+    def _finish(self, entry: _Entry, deadline: float) -> None:
+        """Wait for the final frame; silence beyond the deadline means that the sandbox is lost."""
+        try:
+            self._wait(entry, None, deadline)
+        except TimeoutError:
+            self._lose("the cell did not answer by an action's deadline", None)
+            self._check()
+
+    def _wait(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+        """Until `is_ready` (or the call is finished). `TimeoutError` at the deadline, `SandboxLost` at the channel's end."""
+        call = entry.call
+        while True:
+            with self._lock:
+                if call.finished if is_ready is None else is_ready():
+                    return
+                self._check()
+                left = deadline - monotonic()
+                if left < -_RECHECK_S:
+                    raise TimeoutError
+                if self._is_read:
+                    self._follow(entry, max(left, _RECHECK_S))
+                    continue
+                self._is_read = True
+            try:
+                self._lead(call, is_ready, deadline)
+            finally:
+                self._resign()
+
+    def _follow(self, entry: _Entry, left: float) -> None:
+        if entry.changed is None:
+            entry.changed = threading.Condition(self._lock)
+        self._followers[entry] = self._followers.get(entry, 0) + 1
+        try:
+            entry.changed.wait(None if left == _FOREVER else left)
+        finally:
+            self._followers[entry] -= 1
+            if not self._followers[entry]:
+                del self._followers[entry]
+
+    def _lead(self, call: Call[Any] | _Greeting, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+        while not (call.finished if is_ready is None else is_ready()) and self._reason is None:
+            left = deadline - monotonic()
+            if left < -_RECHECK_S:
+                return
+            self._limit_receive(max(left, _RECHECK_S))
+            self._read_once()
+
+    def _resign(self) -> None:
+        with self._lock:
+            self._is_read = False
+            for entry in self._followers:
+                assert entry.changed is not None
+                entry.changed.notify()
+                break
+
+    def _limit_receive(self, left: float) -> None:
+        """Let `recv` return after `left` seconds at the latest: an option of the socket saves a poll for each read."""
+        current = self._receive_timeout_s
+        if left == _FOREVER:
+            wanted = 0.0
+            if current == 0.0:
+                return
+        else:
+            if 0.5 * left <= current <= left:
+                return
+            wanted = left
+        seconds = int(wanted)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, int((wanted - seconds) * 1e6)))
+        self._receive_timeout_s = wanted
+
+    def _read_once(self) -> None:
+        """Only by the leader."""
+        try:
+            data = self._sock.recv(RECEIVE_SIZE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as exc:
+            self._lose("the connection was reset", exc)
+            return
+        if not data:
+            self._lose("the cell hung up", None)
+            return
+        with self._lock:
+            replies = self._dispatch(data)
+        if replies:
+            self._send_if_free(replies)
+
+    def _dispatch(self, data: bytes) -> bytes:
+        """Hand frames to whom they belong; gives what must be answered at once."""
+        replies = b""
+        entries = self._open
+        try:
+            for request_id, kind, payload in self._parser.feed(data):
+                entry = entries.get(request_id)
+                if entry is None:
+                    replies += self._unasked(request_id, kind, payload)
+                    continue
+                if request_id and not self._handshake.done:
+                    raise ProtocolError("an answer before the greeting")
+                if entry.call.feed(kind, payload):
+                    del entries[request_id]
+                    if entry.parts is not None:
+                        self._drop(entry.parts)
+                if entry.changed is not None:
+                    entry.changed.notify_all()
+        except ProtocolError as exc:
+            self._end(f"the cell spoke nonsense: {exc}", exc)
+        except Exception as exc:  # a bug in a parser: everybody who waits is told, and nothing hangs
+            self._end(f"the cell spoke nonsense: an answer that could not be read: {exc!r}", exc)
+        return replies
+
+    def _unasked(self, request_id: int, kind: int, payload: bytes) -> bytes:
+        if not self._handshake.done:
+            raise ProtocolError("a frame before the greeting")
+        if request_id & wire.EGRESS_BIT and kind == wire.EGRESS:
+            reader = Reader(payload)
+            reader.blob(1024)
+            reader.u16()
+            reader.end()
+            return wire.frame(request_id, wire.EGRESS_DENY, wire.u16(403) + wire.blob(b"this sandbox has no network"))
+        if request_id & wire.EGRESS_BIT and kind in (wire.OUT, wire.CREDIT, wire.DONE):
+            return b""  # crossed our refusal
+        raise ProtocolError(f"a frame of kind {kind:#x} for id {request_id}, which is not open")
+
+    def _send_if_free(self, frames: bytes) -> None:
+        """Answers to what nobody asked for are dropped when they would hold up the reading."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._sock.send(frames, socket.MSG_DONTWAIT)
+            except OSError:
+                pass
+            finally:
+                self._sending.release()
+
+    # ---- the end ----
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise SandboxLost(self.sandbox_id, self._reason) from self._cause
+
+    def _lose_for(self, exc: ProtocolError) -> None:
+        self._lose(f"the cell spoke nonsense: {exc}", exc)
+
+    def _lose(self, reason: str, cause: BaseException | None) -> None:
+        with self._lock:
+            self._end(reason, cause)
+
+    def _end(self, reason: str, cause: BaseException | None) -> None:
+        """With the lock held."""
+        if self._reason is not None:
+            return
+        self._reason, self._cause = reason, cause
+        for entry in self._followers:
+            if entry.changed is not None:
+                entry.changed.notify_all()
+        self._open.clear()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes a leader that sits in recv
+        self._sock.close()
+        if self._on_lost is not None:
+            lost = SandboxLost(self.sandbox_id, reason)
+            lost.__cause__ = cause
+            self._on_lost(lost)
+
+
+class BlockingLink(Generic[T]):
+    """The caller's end of a flow. One thread may receive while another sends."""
+
+    def __init__(self, channel: BlockingChannel, request_id: int, entry: _Entry, stream: Flow[T]) -> None:
+        self.channel = channel
+        self.flow = stream
+        self._id = request_id
+        self._entry = entry
+        self._eof_sent = False
+        self._cancelled = False
+
+    def receive(self, timeout_s: float | None = None) -> tuple[int, bytes] | None:
+        """The next piece and its stream, or None when nothing more will come; `TimeoutError` after `timeout_s`."""
+        channel, stream = self.channel, self.flow
+        deadline = _FOREVER if timeout_s is None else monotonic() + timeout_s
+        while True:
+            with channel._lock:
+                piece = stream.take()
+                credit = stream.credit(self._id) if piece is not None else b""
+            if piece is not None:
+                if credit:
+                    channel._send(credit)
+                return piece
+            if stream.is_ended or self._cancelled:
+                return None
+            channel._wait(self._entry, lambda: stream.is_ended or stream.has_pieces or self._cancelled, deadline)
+
+    def send(self, data: bytes) -> None:
+        """Send, waiting while the other side does not take it. `BrokenPipeError` once it takes no more."""
+        view = memoryview(data)
+        stream = self.flow
+        while view:
+            self.channel._wait(self._entry, lambda: stream.window > 0 or stream.finished, _FOREVER)
+            if stream.finished or self._eof_sent or self._cancelled:
+                raise BrokenPipeError("the other end is closed")
+            with self.channel._lock:
+                piece = bytes(view[: min(stream.window, _PIECE)])
+                stream.window -= len(piece)
+            view = view[len(piece) :]
+            self.channel._send(wire.data(self._id, piece, eof=False))
+
+    def send_eof(self) -> None:
+        if not self._eof_sent and not self.flow.finished and not self._cancelled and not self.channel.is_lost:
+            self.channel._send(wire.data(self._id, b"", eof=True))
+        self._eof_sent = True
+
+    def wait(self) -> T:
+        """The flow's result, once it has ended. Does not take what comes: someone must, or it never ends."""
+        self.channel._wait(self._entry, None, _FOREVER)
+        return self.flow.result(self.channel.sandbox_id)
+
+    def kill(self) -> None:
+        """Stop the flow inside; its result still comes."""
+        if not self.flow.finished and not self._cancelled and not self.channel.is_lost:
+            self.channel._send(wire.cancel(self._id))
+
+    def cancel(self) -> None:
+        """Stop the flow inside and forget it. Safe to call at any time."""
+        self._cancelled = True
+        self.channel._cancel(self._id, self._entry)
+
+
+class BlockingWatch:
+    """Events below a path; iterating waits for the next one, `close` ends it."""
+
+    def __init__(self, channel: BlockingChannel, request_id: int, entry: _Entry, call: WatchFlow) -> None:
+        self._channel = channel
+        self._id = request_id
+        self._entry = entry
+        self._call = call
+
+    def __iter__(self) -> BlockingWatch:
+        return self
+
+    def __next__(self) -> Event:
+        return self.next(None)
+
+    def next(self, timeout_s: float | None) -> Event:
+        """The next event; `TimeoutError` after `timeout_s`, `StopIteration` at the end."""
+        deadline = _FOREVER if timeout_s is None else monotonic() + timeout_s
+        call = self._call
+        self._channel._wait(self._entry, lambda: bool(call.events) or call.finished, deadline)
+        if not call.events:
+            raise StopIteration
+        return call.events.popleft()
+
+    def close(self) -> None:
+        self._channel._cancel(self._id, self._entry)
+
+    def __enter__(self) -> BlockingWatch:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _outcome(call: Call[Any], sandbox_id: str, trip_ns: int) -> object:
+    try:
+        return call.result(sandbox_id, trip_ns)
+    except UntaxError as exc:
+        return exc
