@@ -111,7 +111,7 @@ void *job_new(struct actions *a, const struct frame *f, size_t size) {
 static int poll_on(struct actions *a, int fd, void *whom) {
     if (a->epoll < 0) a->epoll = epoll_create1(EPOLL_CLOEXEC);
     if (a->epoll < 0) return errno;
-    struct epoll_event event = {.events = EPOLLIN, .data.ptr = whom};
+    struct epoll_event event = {.events = EPOLLIN | EPOLLET, .data.ptr = whom};  // edges: a job that may not be stepped now must not make us spin
     return epoll_ctl(a->epoll, EPOLL_CTL_ADD, fd, &event) ? errno : 0;
 }
 
@@ -259,7 +259,7 @@ typedef void action(struct actions *, const struct frame *);
 static action *const table[256] = {
     [K_READ] = action_read, [K_WRITE] = action_write, [K_LIST] = action_list, [K_STAT] = action_stat, [K_MKDIR] = action_mkdir,
     [K_REMOVE] = action_remove, [K_MOVE] = action_move, [K_UPLOAD] = action_upload, [K_DOWNLOAD] = action_download,
-    [K_SEARCH] = action_search, [K_EDIT] = action_edit,
+    [K_SEARCH] = action_search, [K_EDIT] = action_edit, [K_PATCH] = action_patch, [K_WATCH] = action_watch,
 };
 
 bool actions_handle(struct actions *a, const struct frame *f) {

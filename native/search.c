@@ -20,6 +20,7 @@
 #define TEXT_BEFORE 64u             // of it shown before a match that lies further right
 #define BINARY_LOOK (32u << 10)
 #define SCAN_BYTES (256u << 10)     // of a file between two looks at the clock
+#define PATH_SHOWN_MAX (16u << 10)  // longer ones, which no call could open, would not fit a frame
 #define COLUMN_LINE_MAX (1u << 20)  // in longer lines the column is not looked for
 
 enum search_how { HOW_TEXT = 0, HOW_REGEX = 1, HOW_SYMBOL = 2 };
@@ -255,6 +256,10 @@ static void next_file(struct search *s) {
         return;
     }
     if (w->type != DT_REG) return;
+    if (w->path_size > PATH_SHOWN_MAX) {
+        s->skipped++;
+        return;
+    }
     if (s->wanted && !path_matches(s->wanted, w->path, w->path_size)) return;
     if (s->unwanted && path_matches(s->unwanted, w->path, w->path_size)) return;
     begin_file(s, w->dir, w->name, w->path, w->path_size, O_NOFOLLOW);
