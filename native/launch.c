@@ -4,10 +4,9 @@
 //   CREATE   bytes id, strs lowers, strs views (source and place in turn), u8 upper (0 disk, 1 tmpfs), u64 memory, u32 pids,
 //            u32 cpu_permille, u64 disk, u64 tmp, u64 shm, bytes workdir, strs directories of the workload's own
 //   DESTROY  u32 handle       answered when everything is gone
-//   ENTER    u32 handle, bytes user
+//   ENTER    u32 handle, bytes user, bytes name  what the agent shall know it by; empty: the default
 //   FREEZE   u32 handle, u8 on
 //   SWEEP    bytes run        remove what a dead engine of that name left in the control groups
-//   REMOVE   bytes path       remove a tree of a dead engine, in the background
 // Answers: u32 seq, u8 status; status 0 and fields, or 1, bytes step, i32 errno. With seq 0 and status 2: u32 handle died, u8 had_failed, bytes step, i32 errno.
 #define _GNU_SOURCE
 #include "launch.h"
@@ -45,7 +44,7 @@
 #define QUIET_MS 3           // slots are prepared when nothing has happened for so long: a sandbox just made has the CPU first
 #define RETRY_MS 50          // a control group whose last process is still going
 
-enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP, OP_REMOVE };
+enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP };
 
 struct box {
     uint32_t handle;
@@ -399,9 +398,9 @@ static void on_create(uint32_t seq, struct rd *r) {
 
 static void on_enter(uint32_t seq, struct rd *r) {
     struct box *b = find(rd_u32(r));
-    char *user = text_of(rd_name(r));
+    char *user = text_of(rd_name(r)), *name = text_of(rd_name(r));
     int pair[2], status[2];
-    if (!b || !user || !rd_done(r) || strlen(user) > 64) {
+    if (!b || !user || !name || !rd_done(r) || strlen(user) > 64) {
         answer_failure(seq, "sandbox", b ? EINVAL : ESRCH);
     } else if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) {
         answer_failure(seq, "sockets", errno);
@@ -420,7 +419,7 @@ static void on_enter(uint32_t seq, struct rd *r) {
             close(status[0]);
             if (pid > 0) waitpid(pid, NULL, 0);
             if (pid < 0 || n == (ssize_t)sizeof f) answer_failure(seq, pid < 0 ? "worker" : f.step, f.error);
-            else if (io_send_fds(b->control, *user ? user : "\0", *user ? strlen(user) : 1, &pair[0], 1) < 0) answer_failure(seq, "worker", errno);
+            else if (io_send_fds(b->control, name, strlen(name), &pair[0], 1) < 0) answer_failure(seq, "worker", errno);
             else answer_ok(seq);
         } else {
             answer_failure(seq, "pipe", errno);
@@ -428,7 +427,7 @@ static void on_enter(uint32_t seq, struct rd *r) {
         cg_box_close(&e.cg);
         close(pair[0]), close(pair[1]);
     }
-    free(user);
+    free(user), free(name);
 }
 
 static void on_freeze(uint32_t seq, struct rd *r) {
@@ -446,15 +445,6 @@ static void on_sweep(uint32_t seq, struct rd *r) {
     else if (!cg_sweep(name)) answer_failure(seq, "control groups of a dead engine", EBUSY);
     else answer_ok(seq);
     free(name);
-}
-
-static void on_remove(uint32_t seq, struct rd *r) {
-    char *path = text_of(rd_name(r));
-    pid_t pid = path ? fork() : -1;
-    if (!pid) _exit(disk_remove_tree(AT_FDCWD, path) ? 0 : 1);
-    free(path);
-    if (pid < 0) answer_failure(seq, "remove", errno);
-    else answer_ok(seq);
 }
 
 // ---- starting up ----
@@ -530,7 +520,6 @@ static bool on_packet(void) {
     case OP_ENTER: on_enter(seq, &r); break;
     case OP_FREEZE: on_freeze(seq, &r); break;
     case OP_SWEEP: on_sweep(seq, &r); break;
-    case OP_REMOVE: on_remove(seq, &r); break;
     default: answer_failure(seq, "request", EINVAL);
     }
     return true;
