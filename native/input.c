@@ -39,12 +39,12 @@ bool input_data(struct input *in, struct span data, bool eof, bool counted) {
     } else {
         in->uncounted += data.size;
     }
-    if (!in->eof) {
-        wr_raw(&in->waiting, data.at, data.size);
-        in->eof = eof;
-        input_flush(in);
-    }
-    return !in->waiting.failed;
+    if (in->eof) return true;
+    wr_raw(&in->waiting, data.at, data.size);
+    in->eof = eof;
+    bool ok = !in->waiting.failed;
+    input_flush(in);  // may end it, and free whoever holds it
+    return ok;
 }
 
 void input_flush(struct input *in) {
