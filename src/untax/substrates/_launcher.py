@@ -177,12 +177,12 @@ class Launcher:
         if process is None:
             return
         self._lose()
-        ended = self._loop.create_future()
+        ended = asyncio.Event()
         pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+        self._loop.add_reader(pidfd, ended.set)
         try:
             async with asyncio.timeout(_EXIT_GRACE_S):
-                await ended
+                await ended.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)

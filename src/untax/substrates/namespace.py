@@ -7,6 +7,7 @@ there is one id for everybody; docs/namespace.md says which protections remain.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -77,7 +78,7 @@ class NamespaceSubstrate:
         self._image: Claim | None = None
         self._host_image: HostImage | None = None
         self._live: dict[int, NamespaceSandbox] = {}
-        self._sweeping: asyncio.Task[int] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._unenforced: tuple[Unenforced, ...] = ()
 
     # ---- what this machine offers ----
@@ -103,6 +104,7 @@ class NamespaceSubstrate:
     async def start(self) -> None:
         if self._launcher is not None:
             return
+        ensure_private_dir(self._state_dir)
         self._holding = Holding.take(self._root)
         launcher = self._launcher = Launcher(cell_path(), self._on_death)
         is_root = os.geteuid() == 0
@@ -113,9 +115,7 @@ class NamespaceSubstrate:
         launcher.start()
         host = await self._configure(launcher)
         self._unenforced = tuple(_unenforced(host, self._disk))
-        self._sweeping = asyncio.ensure_future(asyncio.to_thread(sweep, self._root, self._remove_dead))
-        # A dead engine's processes must be gone before its ids can be used again.
-        await self._sweep_groups()
+        await self._sweep()
 
     async def _configure(self, launcher: Launcher) -> _Host:
         assert self._holding is not None
@@ -129,17 +129,27 @@ class NamespaceSubstrate:
         in_userns, abilities, mode, size = struct.unpack_from("<BBBI", answer.fields)
         return _Host(not in_userns, abilities, mode, answer.fields[7 : 7 + size].decode(errors="replace"))
 
-    async def _sweep_groups(self) -> None:
-        assert self._launcher is not None and self._holding is not None
-        for path in sorted(self._root.glob("engine-*")):
-            if path != self._holding.path and _is_dead(path):
-                try:
-                    await self._launcher.request(wire.SWEEP, pack(path.name))
-                except LauncherRefused as exc:
-                    log.warning("left over from %s: %s; it is tried again at the next start", path.name, exc)
+    async def _sweep(self) -> None:
+        """End what dead engines left running before anything new is made; their files are removed in the background."""
+        loop = asyncio.get_running_loop()
+        dead: list[Path] = []
 
-    def _remove_dead(self, path: Path) -> None:
-        _remove_tree(path)
+        def end(path: Path) -> None:
+            try:
+                asyncio.run_coroutine_threadsafe(self._end_dead(path.name), loop).result()
+            except (LauncherRefused, BackendError) as exc:
+                log.warning("left over from %s: %s; it is tried again at the next start", path.name, exc)
+                return
+            dead.append(path.rename(path.with_name(f"dead-{path.name}")))
+
+        await asyncio.to_thread(sweep, self._root, end)
+        dead += [path for path in self._root.glob("dead-*") if path not in dead]
+        if dead:
+            self._sweeping = asyncio.ensure_future(asyncio.to_thread(_remove_trees, dead))
+
+    async def _end_dead(self, run: str) -> None:
+        assert self._launcher is not None
+        await self._launcher.request(wire.SWEEP, pack(run))
 
     async def aclose(self) -> None:
         launcher, self._launcher = self._launcher, None
@@ -389,37 +399,20 @@ def _remedy(failure: LauncherRefused) -> str:
     return _REMEDIES.get(failure.error, "run `untax doctor`")
 
 
-def _is_dead(path: Path) -> bool:
-    """Whether nobody holds the lock of an engine's directory."""
-    import fcntl
-
-    try:
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+def _remove_trees(paths: Sequence[Path]) -> None:
+    for path in paths:
+        _remove_tree(path)
 
 
 def _remove_tree(path: Path) -> None:
     """Also what a workload or overlay made unreadable: as the owner we may change the modes of directories."""
-
-    def open_up(function: object, name: str, _: object) -> None:
-        parent = os.path.dirname(name)
-        for place in (parent, name):
-            if os.path.isdir(place) and not os.path.islink(place):
-                os.chmod(place, 0o700)
-        if os.path.isdir(name) and not os.path.islink(name):
-            shutil.rmtree(name, ignore_errors=True)
-        elif os.path.lexists(name):
-            os.unlink(name)
-
-    try:
-        shutil.rmtree(path, onerror=open_up)
-    except OSError as exc:
-        log.warning("%s could not be removed: %s; the next start tries again", path, exc.strerror)
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        # Never follows a link: fwalk goes by descriptor, and chmod is told not to.
+        for _, directories, _, fd in os.fwalk(path, onerror=lambda _: None):
+            for name in directories:
+                with contextlib.suppress(OSError):
+                    os.chmod(name, 0o700, dir_fd=fd, follow_symlinks=False)
+        shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        log.warning("%s could not be removed; the next start tries again", path)

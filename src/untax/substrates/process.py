@@ -22,7 +22,7 @@ from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.spec import EnvSpec
 from untax.core.substrate import Facts, Unenforced
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, sweep
+from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, sweep
 
 # The cell needs milliseconds to kill its commands at the end of its input; one that takes longer is stuck.
 _EXIT_GRACE_S = 5.0
@@ -52,6 +52,7 @@ class ProcessSubstrate:
 
     async def start(self) -> None:
         if self._holding is None:
+            ensure_private_dir(self._root.parent)
             self._holding = Holding.take(self._root)
             await asyncio.to_thread(sweep, self._root, _remove)
 
