@@ -37,7 +37,7 @@ from untax.core.result import CommandResult
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
 from untax.core.stream import ByteStream
-from untax.core.substrate import Describing, Enforcing, Facts, Freezable, Sandbox, UserSwitching
+from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Freezable, Sandbox, UserSwitching
 
 if TYPE_CHECKING:
     from untax.engine import Engine, Request
@@ -328,7 +328,7 @@ class Box:
         await sandbox.wait_ready()
         channel = self._channel = self._channel_over(await sandbox.open_channel(), sandbox.id)
         facts = sandbox.facts() if isinstance(sandbox, Describing) else _ORDINARY
-        await self._configure(channel, facts)
+        await self._configure(sandbox, channel, facts)
         if watch is not None:
             ledger.add("ready", *watch.part())
         if self._request.files or self.spec.setup:
@@ -342,7 +342,7 @@ class Box:
         channel = Channel(stream, sandbox_id=sandbox_id, egress=egress, on_lost=lambda lost: self._lost(channel, lost))
         return channel
 
-    async def _configure(self, channel: Channel, facts: Facts) -> None:
+    async def _configure(self, sandbox: Sandbox, channel: Channel, facts: Facts) -> None:
         workdir = self.spec.workdir or facts.workdir
         port = PROXY_PORT if self.spec.network != "none" else 0
         call = actions.configure(workdir=workdir, env=environment(self.spec, facts), proxy_port=port, timeout_s=READY_TIMEOUT_S)
@@ -356,6 +356,8 @@ class Box:
                 raise exc.__cause__ from None
             if not channel.cell_version and "deadline" in exc.message:
                 raise ReadinessTimeout(self.id, f"the cell did not greet within {READY_TIMEOUT_S:g} s") from exc
+            if not channel.cell_version and isinstance(sandbox, Explaining) and (reason := await sandbox.loss_reason()):
+                raise CreateError(sandbox.id, reason) from exc
             raise
         except OSError as exc:
             raise CreateError(self.id, f"workdir {workdir}: {exc}") from exc

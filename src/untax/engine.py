@@ -50,6 +50,8 @@ class Engine:
     in the ledger. Further options are the substrate's own.
     """
 
+    box_class: type[Box] = Box
+
     def __init__(
         self,
         substrate: str | Substrate = "namespace",
@@ -208,7 +210,7 @@ class Engine:
             start_ns=watch.last_ns,
             clock=self.clock,
         )
-        box = Box(self, request, ledger)
+        box = self.box_class(self, request, ledger)
         self._boxes.add(box)
         try:
             ledger.add("queue", *watch.part())
@@ -253,10 +255,11 @@ class Engine:
         """Refuse, or say once, what this host cannot hold a sandbox to."""
         if unenforced and self._strict:
             raise SubstrateUnavailable(sandbox.id, "; ".join(f"{u.name} cannot be enforced: {u.reason} ({u.remedy})" for u in unenforced))
-        for limit in unenforced:
-            if limit.name not in self._said:
-                self._said.add(limit.name)
-                log.warning("%s is not enforced on this host: %s; %s", limit.name, limit.reason, limit.remedy)
+        unsaid = [limit for limit in unenforced if limit.name not in self._said]
+        self._said.update(limit.name for limit in unsaid)
+        for reason, remedy in dict.fromkeys((limit.reason, limit.remedy) for limit in unsaid):
+            names = ", ".join(limit.name for limit in unsaid if (limit.reason, limit.remedy) == (reason, remedy))
+            log.warning("not enforced on this host: %s: %s; %s", names, reason, remedy)
 
     def chore(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work that outlives whoever asked for it; the engine waits for it when it closes."""

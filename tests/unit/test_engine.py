@@ -273,7 +273,7 @@ async def test_a_limit_that_is_not_enforced_is_said_once_and_marked(caplog):
                 async with engine.lease() as box:
                     pass
     assert [r.getMessage() for r in caplog.records if "disk_mib" in r.getMessage()] == [
-        "disk_mib is not enforced on this host: no quota here; use btrfs"
+        "not enforced on this host: disk_mib: no quota here; use btrfs"
     ]
     assert box.ledger.unenforced[0].name == "disk_mib"
 

@@ -219,8 +219,9 @@ class Ledger:
             if seconds > 0:
                 yield f"  {name:<13}{seconds * 1e3:>12.3f} ms"
         yield f"  {'total':<13}{numbers['total_s'] * 1e3:>12.3f} ms, of it tax {numbers['tax_s'] * 1e3:.3f} ms; {int(numbers['actions'])} actions"
-        for limit in self.unenforced:
-            yield f"  not enforced: {limit.name} ({limit.reason}); {limit.remedy}"
+        for reason, remedy in dict.fromkeys((limit.reason, limit.remedy) for limit in self.unenforced):
+            names = ", ".join(u.name for u in self.unenforced if (u.reason, u.remedy) == (reason, remedy))
+            yield f"  not enforced: {names} ({reason}); {remedy}"
 
     def _total_ns(self) -> int:
         end = self._end_ns if self._end_ns is not None else self._clock()

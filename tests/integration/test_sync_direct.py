@@ -1,0 +1,148 @@
+"""The blocking names where actions go straight over the socket, in the caller's thread."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import untax
+import untax.sync
+
+
+@pytest.fixture
+def engine(process_state):
+    with untax.sync.Engine("process", state_dir=process_state) as engine:
+        yield engine
+
+
+@pytest.fixture(params=["none", "all"], ids=["direct", "by the loop"])
+def box(engine, request):
+    with engine.lease(network=request.param) as box:
+        yield box
+
+
+def test_commands_files_and_sessions(box):
+    assert box.run(["sh", "-c", "echo no >&2; exit 3"]).exit_code == 3
+    box.write("d/f", b"bytes")
+    assert box.read("d/f") == b"bytes"
+    assert [entry.name for entry in box.list("d")] == ["f"]
+    with box.session() as bash:
+        bash.run("cd d; X=1")
+        assert bash.run("echo $X; ls").text == "1\nf\n"
+    with pytest.raises(untax.Gone):
+        bash.run("true")
+
+
+def test_started_processes_stream(box):
+    with box.start(["cat"]) as process:
+        process.write(b"one")
+        assert process.read() == ("stdout", b"one")
+        process.close_stdin()
+        assert process.wait().exit_code == 0
+    with box.start(["sleep", "60"]) as process:
+        process.signal(signal.SIGTERM)
+        assert process.wait().outcome == "signaled"
+
+
+def test_trees_go_in_and_out(box, tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a").write_bytes(b"1")
+    box.upload(tmp_path / "in", "tree")
+    box.download("tree", tmp_path / "out")
+    assert (tmp_path / "out" / "a").read_bytes() == b"1"
+
+
+def test_a_reset_box_is_fresh_and_old_sessions_are_not(box):
+    box.write("left", b"")
+    bash = box.session().open()
+    box.reset()
+    assert box.list(".") == []
+    with pytest.raises(untax.UntaxError):
+        bash.run("true")
+    bash.close()
+
+
+def test_watching(box):
+    with box.watch(".") as events:
+        box.write("made", b"1")
+        assert next(events).path == "made"
+
+
+def test_many_threads(box):
+    failures = []
+
+    def work(n):
+        try:
+            for i in range(20):
+                assert box.run(["echo", f"{n}.{i}"]).text == f"{n}.{i}\n"
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_a_release_ends_an_action_of_another_thread(box):
+    seen = []
+
+    def work():
+        try:
+            box.run(["sleep", "60"])
+        except untax.SandboxLost as exc:
+            seen.append(exc)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    box.run(["true"])
+    box.release()
+    thread.join(5)
+    assert seen
+    assert box.ledger.verdict == "trusted"
+
+
+def test_a_cell_that_dies_is_a_lost_sandbox(box):
+    inner = box._inner._sandbox
+    os.kill(inner._cell.pid, signal.SIGKILL)
+    with pytest.raises(untax.SandboxLost):
+        box.run(["true"])
+    with pytest.raises(untax.SandboxLost):
+        box.run(["true"])
+    assert box.ledger.verdict == "infra"
+
+
+def test_a_lease_ends_by_itself(engine):
+    box = engine.acquire(ttl_s=0.2)
+    with pytest.raises(untax.SandboxLost, match="ttl_s"):
+        box.run(["sleep", "60"])
+    box.release()
+
+
+def test_after_a_fork_it_says_so(box):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            box.run(["true"])
+        except untax.UsageError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert box.run(["true"]).exit_code == 0
+
+
+def test_an_interrupt_kills_the_command(engine):
+    """Ctrl-C during a blocking action: the command inside ends with it."""
+    with engine.lease() as box:
+        threading.Timer(0.3, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            box.run(["sleep", "77.5"])
+        deadline = time.monotonic() + 5
+        while box.shell("grep -lsz '^77.5$' /proc/[0-9]*/cmdline").stdout and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert box.shell("grep -lsz '^77.5$' /proc/[0-9]*/cmdline").stdout == b""
