@@ -57,7 +57,7 @@ static int agent(int argc, char **argv) {
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
-    if (!strcmp(what, "launcher")) return launcher_main(argc - 1, argv + 1);
+    if (!strcmp(what, "launcher")) return launcher_main(argc, argv);
     if (!strcmp(what, "seccomp-table")) return seccomp_table_main();
     if (!strcmp(what, "version")) {
         puts(UNTAX_VERSION);

@@ -128,6 +128,12 @@ static void sweep_trash(void) {
     if (L.sweeper <= 0) L.sweeper = disk_sweep_trash();
 }
 
+// What its set-up had to say: a failure, or its end, which is success.
+static void on_status(struct box *b) {
+    if (read(b->status, &b->failure, sizeof b->failure) == (ssize_t)sizeof b->failure) b->failed = true;
+    io_close(&b->status);
+}
+
 // The sandbox's first process is dead, and with it all others: the kernel saw to that before it let us know.
 static void bury(struct box *b) {
     siginfo_t info;
@@ -136,7 +142,7 @@ static void bury(struct box *b) {
     disk_drop(b->id);
     slot_give(&b->slot);
     L.boxes[b->handle & (BOXES_MAX - 1)] = NULL;
-    if (b->status >= 0 && read(b->status, &b->failure, sizeof b->failure) == sizeof b->failure) b->failed = true;
+    if (b->status >= 0) on_status(b);
     if (b->destroy_seq) {
         answer_ok(b->destroy_seq);
     } else {
@@ -392,6 +398,8 @@ static void on_create(uint32_t seq, struct rd *r) {
     wr_u32(&w, (uint32_t)pid);
     send_answer(&w, &channel, 1);
     watch(b->pidfd, tag(SRC_BOX, b->handle));
+    watch(b->status, tag(SRC_STATUS, b->handle));
+    io_close(&b->slot.netns);  // it lives in its processes now
 }
 
 // ---- the other requests ----
@@ -554,6 +562,7 @@ static void serve(void) {
         for (int i = 0; i < n; i++) {
             struct box *b = find((uint32_t)events[i].data.u64);
             if (events[i].data.u64 >> 32 == SRC_BOX && b) bury(b);
+            else if (events[i].data.u64 >> 32 == SRC_STATUS && b && b->status >= 0) on_status(b);
             else if (events[i].data.u64 >> 32 == SRC_ENGINE && !on_packet()) return;
         }
         wait_ms = n > 0 ? (L.ready ? QUIET_MS : -1) : on_quiet();

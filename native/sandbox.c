@@ -38,6 +38,34 @@ _Noreturn static void fail(const char *step) {
     _exit(70);
 }
 
+// ---- descriptors ----
+
+static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+
+// Everything from 3 up that is not listed.
+static void close_others(int *keep, size_t count) {
+    qsort(keep, count, sizeof *keep, by_number);
+    unsigned from = 3;
+    for (size_t i = 0; i < count; i++) {
+        if (keep[i] < (int)from) continue;
+        if ((unsigned)keep[i] > from) k_close_range(from, (unsigned)keep[i] - 1);
+        from = (unsigned)keep[i] + 1;
+    }
+    k_close_range(from, ~0u);
+}
+
+// The launcher's own descriptors, and those it holds for other sandboxes, end here: before any limit on their number is set.
+static void keep_plan_only(const struct plan *p) {
+    int keep[32 + VIEWS_MAX];
+    size_t n = 0;
+    const int single[] = {p->channel, p->control, p->status, p->slot.userns, p->slot.netns, p->empty_ns, p->root, p->dev, p->cg.memory_events, p->cg.pids_events};
+    for (size_t i = 0; i < sizeof single / sizeof *single; i++) keep[n++] = single[i];
+    for (int i = 0; i < p->cg.agent_joins; i++) keep[n++] = p->cg.agent_join[i];
+    for (int i = 0; i < p->cg.work_joins; i++) keep[n++] = p->cg.work_join[i];
+    for (size_t i = 0; i < p->view_count; i++) keep[n++] = p->views[i].mount;
+    close_others(keep, n);
+}
+
 // ---- the file system ----
 
 static int attach(int mount_fd, const char *at) { return k_move_mount(mount_fd, "", AT_FDCWD, at, K_MOVE_FROM_EMPTY); }
@@ -151,20 +179,6 @@ static void become(int userns, bool in_userns, uid_t uid, gid_t gid, uint32_t ke
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) fail("dumpable");
 }
 
-static int by_number(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
-
-// Everything from 3 up that is not listed.
-static void close_others(int *keep, size_t count) {
-    qsort(keep, count, sizeof *keep, by_number);
-    unsigned from = 3;
-    for (size_t i = 0; i < count; i++) {
-        if (keep[i] < (int)from) continue;
-        if ((unsigned)keep[i] > from) k_close_range(from, (unsigned)keep[i] - 1);
-        from = (unsigned)keep[i] + 1;
-    }
-    k_close_range(from, ~0u);
-}
-
 static void reset_signals(void) {
     sigset_t none;
     sigemptyset(&none);
@@ -191,6 +205,7 @@ _Noreturn static void be_worker(const struct plan *p, int sock) {
 
 _Noreturn void sandbox_main(struct plan *p) {
     status_fd = p->status;
+    keep_plan_only(p);
     reset_signals();
     setsid();
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("parent");
@@ -307,6 +322,9 @@ _Noreturn static void be_entered_worker(struct entry *e) {
 
 _Noreturn void sandbox_enter(struct entry *e) {
     status_fd = e->status;
+    int keep[8] = {e->pidfd, e->userns, e->sock, e->status};
+    for (int i = 0; i < e->cg.work_joins; i++) keep[4 + i] = e->cg.work_join[i];
+    close_others(keep, 4 + (size_t)e->cg.work_joins);
     reset_signals();
     setsid();
     // Every namespace at once; entering the mount namespace also changes root and working directory to the sandbox's.
