@@ -47,7 +47,6 @@ T = TypeVar("T")
 log = logging.getLogger("untax.box")
 
 TIMEOUT_S = actions.TIMEOUT_S
-PROXY_PORT = 3128
 SETUP_TIMEOUT_S = 3600.0  # a step may install a large dependency tree
 _INFRASTRUCTURE = (SpawnFailed, SandboxLost, BackendError, ProtocolError)
 
@@ -69,7 +68,7 @@ def environment(spec: EnvSpec, facts: Facts) -> dict[str, str]:
     """The variables that commands start with: what the base, the sandbox and the policy say, and the spec over them."""
     env = {**BASE_ENV, "PATH": facts.path, "HOME": facts.home, "USER": facts.user, "SHELL": facts.shell}
     if spec.network != "none":
-        proxy = f"http://127.0.0.1:{PROXY_PORT}"
+        proxy = f"http://127.0.0.1:{facts.proxy_port}"
         for name in ("http_proxy", "https_proxy"):
             env[name] = env[name.upper()] = proxy
         env["no_proxy"] = env["NO_PROXY"] = "localhost,127.0.0.1,::1"
@@ -344,13 +343,13 @@ class Box:
 
     async def _configure(self, sandbox: Sandbox, channel: Channel, facts: Facts) -> None:
         workdir = self.spec.workdir or facts.workdir
-        port = PROXY_PORT if self.spec.network != "none" else 0
+        port = facts.proxy_port if self.spec.network != "none" else 0
         call = actions.configure(workdir=workdir, env=environment(self.spec, facts), proxy_port=port, timeout_s=READY_TIMEOUT_S)
         try:
             # Sent right behind our greeting, so one wait covers both.
             await channel.call(call)
             if workdir != facts.workdir:
-                await channel.call(actions.mkdir(workdir))
+                await self._make_workdir(channel, workdir)
         except SandboxLost as exc:
             if isinstance(exc.__cause__, ProtocolError) and not channel.cell_version:
                 raise exc.__cause__ from None
@@ -360,7 +359,13 @@ class Box:
                 raise CreateError(sandbox.id, reason) from exc
             raise
         except OSError as exc:
-            raise CreateError(self.id, f"workdir {workdir}: {exc}") from exc
+            raise CreateError(self.id, f"it could not be configured: {exc}") from exc
+
+    async def _make_workdir(self, channel: Channel, workdir: str) -> None:
+        try:
+            await channel.call(actions.mkdir(workdir))
+        except OSError as exc:
+            raise CreateError(self.id, f"workdir: {exc}; name one that the sandbox's user may make") from exc
 
     async def _set_up(self) -> None:
         channel = self._live()

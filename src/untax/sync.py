@@ -526,11 +526,15 @@ class Session:
         self._box = box
         self._channel: object = None
         self._user = user
-        self._opening = lambda: actions.session_open(cwd=cwd, env=env, user=user)
+        self._options: dict[str, Any] = {"cwd": cwd, "env": env, "user": user}
         self._opening()  # a mistake is told now
         self._turn = threading.Lock()
 
+    def _opening(self) -> Call[tuple[int, int]]:
+        return actions.session_open(**self._options)
+
     def open(self) -> Session:
+        """Start the shell; `with` does it too."""
         self._channel = self._box._inner._channel
         self._id, self.pid = self._box._as_user("session", self._user, self._opening)
         self.is_alive = True

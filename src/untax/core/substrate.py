@@ -71,6 +71,8 @@ class Facts:
     user: str
     path: str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     shell: str = "/bin/bash"
+    proxy_port: int = 3128
+    """Where the cell's proxy listens on the sandbox's loopback, when it has a network."""
 
 
 @runtime_checkable
@@ -96,6 +98,14 @@ class Enforcing(Protocol):
 
     @property
     def unenforced(self) -> Sequence[Unenforced]: ...
+
+
+@runtime_checkable
+class Explaining(Protocol):
+    """A sandbox that may know why it never came up."""
+
+    async def loss_reason(self) -> str | None:
+        """The step that failed and its remedy, or None; asked once the channel has ended before the cell greeted."""
 
 
 @runtime_checkable

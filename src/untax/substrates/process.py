@@ -88,7 +88,7 @@ class ProcessSandbox:
     def facts(self) -> Facts:
         home = str(self._home)
         path = f"{Path(sys.prefix) / 'bin'}:{_SYSTEM_PATH}"
-        return Facts(workdir=home, home=home, user=_user_name(), path=path)
+        return Facts(workdir=home, home=home, user=_user_name(), path=path, proxy_port=_free_port())
 
     async def wait_ready(self) -> None:
         pass  # the directory is there as soon as `create` returns
@@ -165,6 +165,14 @@ def _remove(path: Path) -> None:
             with contextlib.suppress(OSError):
                 os.chmod(directory, 0o700, follow_symlinks=False)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _free_port() -> int:
+    """The loopback is the host's own here, so every sandbox needs a port of its own for its proxy."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def _user_name() -> str:
