@@ -183,7 +183,6 @@ bool agent_open(const struct agent_opts *opts) {
 }
 
 void agent_close(void) {
-    channel_close();
     relays_free();
     proxy_free();
     sessions_free();
@@ -192,6 +191,7 @@ void agent_close(void) {
     requests_free();
     config_free();
     source_close(&children);
+    channel_close();
     loop_free();
 }
 

@@ -162,6 +162,7 @@ bool workers_open(const struct agent_opts *opts) {
 }
 
 void workers_free(void) {
+    options = NULL;  // from here on nobody gets a new worker
     for (int i = 0; i < WORKERS_MAX; i++)
         if (workers[i]) {
             if (workers[i]->live) lose(workers[i]);
@@ -202,7 +203,7 @@ struct worker *worker_for(struct request *r, struct span user) {
         request_fail(r, E_GONE, 0, "no such user");
         return NULL;
     }
-    if (options->control_fd >= 0 || options->worker_fd >= 0) {
+    if (!options || options->control_fd >= 0 || options->worker_fd >= 0) {
         request_fail(r, E_NO_WORKER, 0, "nobody inside acts for user '%.*s'", (int)user.size, name);
         return NULL;
     }
