@@ -104,12 +104,19 @@ static void cpu_times(struct session *s, uint64_t *user, uint64_t *system) {
     ssize_t n = s->stat >= 0 ? pread(s->stat, text, sizeof text - 1, 0) : -1;
     if (n <= 0) return;
     text[n] = 0;
-    unsigned long own_user, own_system, child_user, child_system;
-    const char *at = strrchr(text, ')');
-    if (!at || sscanf(at + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lu %lu %lu %lu", &own_user, &own_system, &child_user, &child_system) != 4) return;
+    char *at = strrchr(text, ')'), *save;
+    if (!at) return;
+    // state, 10 fields of no interest here, then utime, stime, cutime, cstime; not by scanf, which is a tenth of the program
+    const char *field = strtok_r(at + 1, " ", &save);
+    for (int skipped = 0; field && skipped < 11; skipped++) field = strtok_r(NULL, " ", &save);
+    uint64_t ticks[4] = {0};
+    for (size_t i = 0; i < 4; i++, field = strtok_r(NULL, " ", &save)) {
+        if (!field) return;
+        ticks[i] = strtoull(field, NULL, 10);
+    }
     uint64_t tick = 1000000000u / (uint64_t)sysconf(_SC_CLK_TCK);
-    *user = (own_user + child_user) * tick;
-    *system = (own_system + child_system) * tick;
+    *user = (ticks[0] + ticks[2]) * tick;
+    *system = (ticks[1] + ticks[3]) * tick;
 }
 
 static void answer(struct session *s, const struct ending *ending) {
