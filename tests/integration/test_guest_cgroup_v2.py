@@ -16,6 +16,7 @@ DEADLINE_S = 420  # under emulation on two cores
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(DEADLINE_S + 90)
 def test_limits_hold_on_a_host_with_cgroup_v2_only():
     """Memory, process, CPU and disk limits end in the outcomes of their names, and the agent survives each."""
     if os.environ.get("UNTAX_GUEST"):
