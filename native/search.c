@@ -91,12 +91,12 @@ static void give(struct search *s, uint32_t line, size_t column, uint8_t kind, c
 
 static void append(struct wr *w, const char *text) { wr_raw(w, text, strlen(text)); }
 
-// A wildcard pattern as a regular expression; `separator` is what "*" and "?" do not cross (0: they cross everything).
+// A wildcard pattern as a regular expression; "*" and "?" do not cross the separator, "/" or ".".
 static void translate(struct wr *w, const uint8_t *at, const uint8_t *end, char separator) {
-    const char *any = separator ? "[^/]" : ".";
+    const char *any = separator == '/' ? "[^/]" : "[^.]";
     while (at < end) {
         uint8_t c = *at++;
-        if (c == '*' && separator && at < end && *at == '*') {
+        if (c == '*' && separator == '/' && at < end && *at == '*') {
             at++;
             if (at < end && *at == '/') at++, append(w, "(?:.*/)?");
             else append(w, ".*");
@@ -159,7 +159,7 @@ static const char *compile_symbol(struct search *s, struct span pattern, uint8_t
     const char *error = NULL;
     if (!pattern.size) return NULL;
     append(&w, "(?:^|\\.)(?:");
-    translate(&w, pattern.at, pattern.at + pattern.size, 0);
+    translate(&w, pattern.at, pattern.at + pattern.size, '.');
     append(&w, ")$");
     if (w.failed) error = "out of memory";
     else s->pattern = regex_compile(w.data, w.size, flags & SEARCH_IGNORE_CASE ? REGEX_IGNORE_CASE : 0, &error);
