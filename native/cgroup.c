@@ -210,38 +210,40 @@ static int set_cpu_v2(int dir, uint32_t permille) {
     return io_write_file(dir, "cpu.max", text);
 }
 
+static void agent_name(const char *id, char *out, size_t size) { snprintf(out, size, "%s.agent", id); }
+
+// The v2 tree. Where it has no controllers it serves to freeze and kill the workload, and the agent needs no group in it.
 static int unified_make(const char *id, const struct cg_limits *limits, struct cg_box *out) {
     struct tree *t = &trees[T_UNIFIED];
-    autoclose int box = make_group(t->own, id);
-    if (box < 0) return -1;
-    if (v2_limits) enable_limits(box);
-    autoclose int agent = make_group(box, "agent");
-    autoclose int work = make_group(box, "work");
-    if (agent < 0 || work < 0) return -1;
-    if (v2_limits && abilities & CG_MEMORY) {
+    autoclose int work = make_group(t->own, id);
+    if (work < 0) return -1;
+    out->work_join[out->work_joins++] = open_file(work, "cgroup.procs", O_WRONLY);
+    if (!v2_limits) return 0;
+    char name[96];
+    agent_name(id, name, sizeof name);
+    autoclose int agent = make_group(t->own, name);
+    if (agent < 0) return -1;
+    out->agent_join[out->agent_joins++] = open_file(agent, "cgroup.procs", O_WRONLY);
+    if (abilities & CG_MEMORY) {
         if (set_number(work, "memory.max", limits->memory_bytes)) return -1;
         io_write_file(work, "memory.swap.max", "0");  // absent without swap accounting; then there is no swap to use
         if (set_number(agent, "memory.max", AGENT_MEMORY_BYTES)) return -1;
         out->memory_events = open_file(work, "memory.events", O_RDONLY);
     }
-    if (v2_limits && abilities & CG_PIDS) {
+    if (abilities & CG_PIDS) {
         if (set_number(work, "pids.max", limits->pids)) return -1;
-        if (set_number(agent, "pids.max", 8)) return -1;
         out->pids_events = open_file(work, "pids.events", O_RDONLY);
     }
-    if (v2_limits && abilities & CG_CPU && set_cpu_v2(work, limits->cpu_permille)) return -1;
-    out->agent_join[out->agent_joins++] = open_file(agent, "cgroup.procs", O_WRONLY);
-    out->work_join[out->work_joins++] = open_file(work, "cgroup.procs", O_WRONLY);
-    return 0;
+    return abilities & CG_CPU ? set_cpu_v2(work, limits->cpu_permille) : 0;
 }
 
-// v1 groups are flat: <id> for the workload, <id>.agent only where the agent must be kept apart.
+// Groups are flat: <id> for the workload, <id>.agent only where the agent must be kept apart.
 static int memory_v1_make(const char *id, const struct cg_limits *limits, struct cg_box *out) {
     struct tree *t = &trees[T_MEMORY];
-    char agent_name[96];
-    snprintf(agent_name, sizeof agent_name, "%s.agent", id);
+    char name[96];
+    agent_name(id, name, sizeof name);
     autoclose int work = make_group(t->own, id);
-    autoclose int agent = make_group(t->own, agent_name);
+    autoclose int agent = make_group(t->own, name);
     if (work < 0 || agent < 0) return -1;
     if (set_number(work, "memory.limit_in_bytes", limits->memory_bytes)) return -1;
     set_number(work, "memory.memsw.limit_in_bytes", limits->memory_bytes);  // absent without swap accounting
@@ -301,7 +303,7 @@ static void open_join(struct cg_box *out, enum tree_index which, const char *for
 
 int cg_box_open(const char *id, struct cg_box *out) {
     *out = (struct cg_box){.memory_events = -1, .pids_events = -1};
-    open_join(out, T_UNIFIED, "%s/work/cgroup.procs", id);
+    open_join(out, T_UNIFIED, "%s/cgroup.procs", id);
     open_join(out, T_MEMORY, "%s/cgroup.procs", id);
     open_join(out, T_PIDS, "%s/cgroup.procs", id);
     open_join(out, T_CPU, "%s/cgroup.procs", id);
@@ -335,7 +337,7 @@ int cg_box_freeze(const char *id, bool on) {
         errno = EOPNOTSUPP;
         return -1;
     }
-    return write_below(trees[T_UNIFIED].own, id, "work/cgroup.freeze", on ? "1" : "0");
+    return write_below(trees[T_UNIFIED].own, id, "cgroup.freeze", on ? "1" : "0");
 }
 
 void cg_box_kill(const char *id) {
@@ -345,23 +347,14 @@ void cg_box_kill(const char *id) {
 static bool remove_group(int dir, const char *name) { return !unlinkat(dir, name, AT_REMOVEDIR) || errno == ENOENT; }
 
 bool cg_box_remove(const char *id) {
-    char path[160];
+    char agent[96];
+    agent_name(id, agent, sizeof agent);
     bool gone = true;
-    if (trees[T_UNIFIED].own >= 0) {
-        static const char *const inner[] = {"agent", "work"};
-        for (size_t i = 0; i < 2; i++) {
-            snprintf(path, sizeof path, "%s/%s", id, inner[i]);
-            gone &= remove_group(trees[T_UNIFIED].own, path);
-        }
-        gone &= remove_group(trees[T_UNIFIED].own, id);
+    for (int i = 0; i < TREES; i++) {
+        if (trees[i].own < 0) continue;
+        gone &= remove_group(trees[i].own, id);
+        if (i == T_MEMORY || i == T_UNIFIED) gone &= remove_group(trees[i].own, agent);
     }
-    if (trees[T_MEMORY].own >= 0) {
-        snprintf(path, sizeof path, "%s.agent", id);
-        gone &= remove_group(trees[T_MEMORY].own, path);
-        gone &= remove_group(trees[T_MEMORY].own, id);
-    }
-    if (trees[T_PIDS].own >= 0) gone &= remove_group(trees[T_PIDS].own, id);
-    if (trees[T_CPU].own >= 0) gone &= remove_group(trees[T_CPU].own, id);
     return gone;
 }
 

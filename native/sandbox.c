@@ -167,9 +167,15 @@ static void drop_bounding(uint32_t keep) {
     }
 }
 
-// The launcher's credentials end here. In an ordinary user's sandbox there is one id and it is everybody's.
-static void become(int userns, bool in_userns, uid_t uid, gid_t gid, uint32_t keep) {
+// The launcher's credentials end here. The limits come after the user namespace, within which the kernel counts processes. In an ordinary user's sandbox there is one id and it is everybody's.
+struct bounds {
+    uint64_t disk_bytes;
+    uint32_t pids;
+};
+
+static void become(int userns, bool in_userns, uid_t uid, gid_t gid, uint32_t keep, struct bounds bounds) {
     if (setns(userns, CLONE_NEWUSER)) fail("user namespace");
+    set_limits(bounds.disk_bytes, bounds.pids);
     drop_bounding(keep);
     if (!in_userns && (setgroups(0, NULL) || setresgid(gid, gid, gid) || setresuid(uid, uid, uid))) fail("user id");
     set_capabilities(keep);
@@ -195,7 +201,7 @@ _Noreturn static void be_worker(const struct plan *p, int sock) {
     close_others(keep, 3);
     prctl(PR_SET_NAME, "cell-worker");
     uid_t uid = p->in_userns ? 0 : WORKLOAD_UID;
-    become(p->slot.userns, p->in_userns, uid, uid, 0);
+    become(p->slot.userns, p->in_userns, uid, uid, 0, (struct bounds){p->disk_bytes, p->pids});
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     close(p->slot.userns);
     io_close(&status_fd);
@@ -214,7 +220,6 @@ _Noreturn void sandbox_main(struct plan *p) {
     if (unshare(CLONE_NEWCGROUP)) fail("cgroup namespace");
     if (sethostname(p->hostname, strlen(p->hostname))) fail("host name");
     build_root(p);
-    set_limits(p->disk_bytes, p->pids);
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) fail("worker socket");
     pid_t worker = fork();
@@ -223,7 +228,7 @@ _Noreturn void sandbox_main(struct plan *p) {
     int keep[] = {p->channel, p->control, pair[0], p->cg.memory_events, p->cg.pids_events, p->slot.userns, status_fd};
     close_others(keep, sizeof keep / sizeof *keep);
     prctl(PR_SET_NAME, "cell");
-    become(p->slot.userns, p->in_userns, AGENT_UID, AGENT_UID, 0);
+    become(p->slot.userns, p->in_userns, AGENT_UID, AGENT_UID, 0, (struct bounds){p->disk_bytes, p->pids});
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     close(p->slot.userns);
     io_close(&status_fd);
@@ -309,11 +314,10 @@ _Noreturn static void be_entered_worker(struct entry *e) {
         fail("user");
     }
     if (cg_join(e->cg.work_join, e->cg.work_joins)) fail("cgroup of the workload");
-    set_limits(e->disk_bytes, e->pids);
     int keep[] = {e->sock, status_fd, e->userns};
     close_others(keep, 3);
     prctl(PR_SET_NAME, "cell-worker");
-    become(e->userns, e->in_userns, who.uid, who.gid, who.uid == 0 ? ROOT_INSIDE : 0);
+    become(e->userns, e->in_userns, who.uid, who.gid, who.uid == 0 ? ROOT_INSIDE : 0, (struct bounds){e->disk_bytes, e->pids});
     close(e->userns);
     io_close(&status_fd);
     struct worker_opts opts = {.workdir = e->workdir};

@@ -89,11 +89,12 @@ def disk_image(state_dir: Path) -> Claim | None:
 
 
 def _make_filesystem(mkfs: str, path: Path) -> bool:
+    # The smallest node size: each sandbox is a subvolume, and a subvolume costs at least a node of memory.
     free = shutil.disk_usage(path.parent).free
     size = max(free * 8 // 10, 256 << 20)
     try:
         os.truncate(path, size)
-        made = subprocess.run([mkfs, "-q", "-f", "-m", "single", "-d", "single", str(path)], capture_output=True, check=False)
+        made = subprocess.run([mkfs, "-q", "-f", "-n", "4096", "-m", "single", "-d", "single", str(path)], capture_output=True, check=False)
     except OSError:
         made = None
     if made is None or made.returncode != 0:
