@@ -122,8 +122,8 @@ uint8_t *wr_reserve(struct wr *w, size_t size) {
 void wr_commit(struct wr *w, size_t size) { w->size += size; }
 
 void wr_raw(struct wr *w, const void *data, size_t size) {
-    uint8_t *at = wr_reserve(w, size);
-    if (!at || !size) return;
+    uint8_t *at = size ? wr_reserve(w, size) : NULL;  // nothing added to nothing would be NULL + 0
+    if (!at) return;
     memcpy(at, data, size);
     w->size += size;
 }
