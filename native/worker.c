@@ -179,14 +179,15 @@ int worker_main(int sock, const struct worker_opts *opts) {
     if (!actions) return 1;
     set_workdir(opts->workdir ? opts->workdir : "/", opts->workdir ? strlen(opts->workdir) : 1);
     bool jobs = false;
-    while (receive(jobs)) {
+    while (receive(jobs && link_queued(&agent) < QUEUE_FULL)) {
         struct frame f;
         size_t size;
         while (link_next(&agent, &f, &size)) {
             handle(&f);
             if (f.kind == K_EXEC && !link_flush(&agent)) break;
         }
-        jobs = link_queued(&agent) < QUEUE_FULL && actions_step(actions);
+        // A job that was held up by a full queue goes on when the queue is sent, though nothing new comes in.
+        jobs = link_queued(&agent) >= QUEUE_FULL || actions_step(actions);
         if (!link_flush(&agent)) break;
     }
     actions_free(actions);
