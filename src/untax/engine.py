@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from untax import substrates
 from untax.box import Box
+from untax.channel.egress import Policy
 from untax.core.errors import BackendError, PoolClosed, PoolTimeout, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
@@ -183,6 +184,7 @@ class Engine:
             spec = replace(spec, **changes)
         if wait_s is not None:
             require_duration("wait_s", wait_s)
+        Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
         return Request(spec, _checked_files(files), wait_s, require_duration("ttl_s", ttl_s))
 
     async def fulfil(self, request: Request) -> Box:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import termios
@@ -44,7 +43,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
 
 async def _shell(arguments: argparse.Namespace) -> tuple[int, Ledger]:
     argv = arguments.command or ["bash", "-i"]
-    cols, rows = shutil.get_terminal_size()
+    cols, rows = os.get_terminal_size(sys.stdout.fileno())
     term = os.environ.get("TERM", "xterm")
     async with engine_of(arguments) as engine, engine.lease(spec_of(arguments), env={"TERM": term}, ttl_s=arguments.ttl) as box:
         process = await box.start(argv, pty=True, rows=rows, cols=cols)
@@ -62,7 +61,7 @@ async def _joined(process: untax.Process, *, as_it_is: bool) -> int:
     jobs: set[asyncio.Task[None]] = set()
 
     def resized() -> None:
-        cols, rows = shutil.get_terminal_size()
+        cols, rows = os.get_terminal_size(stdout)
         jobs.add(loop.create_task(process.resize(rows, cols)))
 
     async def type_on() -> None:

@@ -25,7 +25,12 @@ _MOST_CPUS = 65_536.0
 _MOST_MIB = 1 << 40
 _MOST_PIDS = 4_194_304  # the kernel's own PID_MAX_LIMIT
 
-_PATTERN = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|\*|(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?):(?P<port>\*|[0-9]{1,5})")
+_PATTERN = re.compile(
+    r"(?P<host>\[[0-9A-Fa-f:.]+(?:/[0-9]{1,3})?\]"  # an IPv6 address or range
+    r"|[0-9.]+/[0-9]{1,2}"  # a range of IPv4 addresses
+    r"|\*|(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?)"  # any, a name, all names below one
+    r":(?P<port>\*|[0-9]{1,5})"
+)
 
 
 class FrozenEnv(Mapping[str, str]):
