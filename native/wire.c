@@ -100,7 +100,7 @@ void wr_free(struct wr *w) {
 
 uint8_t *wr_reserve(struct wr *w, size_t size) {
     if (w->failed) return NULL;
-    if (w->room - w->size < size) {
+    if (!w->data || w->room - w->size < size) {
         size_t room = w->room ? w->room : 256;
         while (room - w->size < size) {
             if (room > SIZE_MAX / 2) {
