@@ -478,7 +478,7 @@ class BlockingChannel:
             reader.u16()
             reader.end()
             return wire.frame(request_id, wire.EGRESS_DENY, wire.u16(403) + wire.blob(b"this sandbox has no network"))
-        if request_id & wire.EGRESS_BIT and kind in (wire.OUT, wire.CREDIT, wire.DONE):
+        if request_id & wire.EGRESS_BIT and kind in (wire.OUT, wire.CREDIT, wire.DONE, wire.ERROR):
             return b""  # crossed our refusal
         raise ProtocolError(f"a frame of kind {kind:#x} for id {request_id}, which is not open")
 

@@ -310,7 +310,7 @@ class Channel:
             raise ProtocolError("a frame before the greeting")
         elif kind == wire.EGRESS and request_id & wire.EGRESS_BIT:
             self._accept(request_id, payload)
-        elif request_id & wire.EGRESS_BIT and kind in (wire.OUT, wire.CREDIT, wire.DONE):
+        elif request_id & wire.EGRESS_BIT and kind in (wire.OUT, wire.CREDIT, wire.DONE, wire.ERROR):
             pass  # crossed our refusal
         else:
             raise ProtocolError(f"a frame of kind {kind:#x} for id {request_id}, which is not open")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from untax.channel.client import EgressLink
-from untax.core.errors import UsageError
+from untax.core.errors import SandboxLost, UsageError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Verdict = Literal["allowed", "denied", "failed"]
@@ -208,7 +208,8 @@ class Egress:
             return
         with connected:
             link.accept()
-            await _relay(connected, link)
+            if await _relay(connected, link):
+                await link.wait()  # until the cell has handed on what is on its way; a failed one is cut off instead
 
     async def _connect(self, raw: bytes, port: int, link: EgressLink) -> socket.socket | None:
         host = clean_host(raw)
@@ -290,16 +291,16 @@ async def _connect(address: str, port: int) -> socket.socket:
     return sock
 
 
-async def _relay(sock: socket.socket, link: EgressLink) -> None:
-    """Bytes both ways, each as fast as the other side takes them, until both have ended or one has failed."""
+async def _relay(sock: socket.socket, link: EgressLink) -> bool:
+    """Bytes both ways, each as fast as the other side takes them; true when both have ended in good order."""
     tasks = [asyncio.ensure_future(_outwards(sock, link)), asyncio.ensure_future(_inwards(sock, link))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                error = task.exception()
-                if error is not None and not isinstance(error, OSError) and not link.channel.is_lost:
-                    raise error
+        errors = [task.exception() for task in tasks if task.done()]
+        for error in errors:
+            if error is not None and not isinstance(error, (OSError, SandboxLost)):
+                raise error
+        return errors == [None, None]
     finally:
         for task in tasks:
             task.cancel()

@@ -4,6 +4,7 @@ import asyncio
 import struct
 
 from tests import agentwire
+
 from untax.channel import wire
 from untax.channel.client import Channel
 

@@ -4,9 +4,9 @@ import asyncio
 import struct
 
 import pytest
-
 from tests import agentwire
 from tests.unit.channel.fakecell import FakeCell, command_done, error, settle
+
 from untax.channel import actions, client, flow, wire
 from untax.core.errors import NotFound, NotRun, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 

@@ -4,8 +4,8 @@ import asyncio
 import struct
 
 import pytest
-
 from tests.unit.channel.fakecell import FakeCell, command_done, error, settle
+
 from untax.channel import flow, wire
 from untax.channel.process import Connection, Process
 from untax.channel.session import Session
@@ -49,7 +49,7 @@ async def test_waiting_takes_what_was_not_read():
 async def test_a_write_waits_for_the_window_and_fails_after_the_end():
     cell = FakeCell()
     request, process = await started(cell, Process.open(cell.channel, flow.start(["x"])))
-    task, sent = await cell.asked(process.write(bytes(wire.STREAM_WINDOW + 1)))
+    task, _sent = await cell.asked(process.write(bytes(wire.STREAM_WINDOW + 1)))
     assert not task.done()
     cell.say(request, wire.CREDIT, struct.pack("<BI", 0, 10))
     await task

@@ -1,0 +1,259 @@
+"""The blocking driver: one thread or many on one socket, deadlines, and interrupts."""
+
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+
+import pytest
+from tests import agentwire
+from tests.unit.channel.fakecell import command_done, error
+
+from untax.channel import actions, flow, wire
+from untax.channel.blocking import BlockingChannel
+from untax.core.errors import NotFound, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
+
+
+class Cell:
+    """A thread that answers every request with what the test's function says."""
+
+    def __init__(self, answer, greeting=None):
+        self.socket, self.theirs = socket.socketpair()
+        self.seen = []
+        self._answer = answer
+        self.theirs.sendall(agentwire.hello() if greeting is None else greeting)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self):
+        buffer = b""
+        try:
+            while data := self.theirs.recv(1 << 20):
+                buffer += data
+                while len(buffer) >= 4 and len(buffer) >= (size := 4 + struct.unpack_from("<I", buffer)[0]):
+                    _, request, kind, flags, _ = struct.unpack_from("<IIBBH", buffer)
+                    payload = buffer[12 + (4 if flags & 1 else 0) : size]
+                    buffer = buffer[size:]
+                    self.seen.append((request, kind, payload))
+                    for reply in self._answer(request, kind, payload) or ():
+                        self.theirs.sendall(agentwire.frame(*reply))
+        except OSError:
+            pass
+
+    def close(self):
+        self.theirs.close()
+
+
+def echo(request, kind, payload):
+    """A command's last argument comes back as its output."""
+    if kind == wire.PING:
+        return [(request, wire.DONE, b"")]
+    if kind == wire.SPAWN:
+        return [(request, wire.DONE, command_done(out=payload))]
+    return None
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def open_one(answer=echo, **options):
+        cell = Cell(answer, options.pop("greeting", None))
+        channel = BlockingChannel(cell.socket, sandbox_id="sbx-1", **options)
+        made.append((cell, channel))
+        return cell, channel
+
+    yield open_one
+    for cell, channel in made:
+        channel.close()
+        cell.close()
+
+
+def test_a_call_is_answered(opened):
+    _, channel = opened()
+    channel.wait_ready()
+    assert b"hello" in channel.call(actions.run(["hello"])).stdout
+
+
+def test_threads_get_their_own_answers(opened):
+    _, channel = opened()
+    wrong = []
+
+    def work(name):
+        for n in range(200):
+            word = f"{name}-{n}".encode()
+            if word not in channel.call(actions.run([word])).stdout:
+                wrong.append(word)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_leader_with_its_answer_leaves_the_reading_to_another(opened):
+    held = []
+
+    def answer(request, kind, payload):
+        if kind == wire.SPAWN and b"slow" in payload:
+            held.append(request)
+            return None
+        return echo(request, kind, payload)
+
+    cell, channel = opened(answer)
+    results = []
+    slow = threading.Thread(target=lambda: results.append(channel.call(actions.run(["slow"]))))
+    slow.start()
+    while not held:
+        time.sleep(0.001)
+    for _ in range(10):
+        channel.call(actions.ping())
+    cell.theirs.sendall(agentwire.frame(held[0], wire.DONE, command_done(out=b"late")))
+    slow.join(5)
+    assert results[0].stdout == b"late"
+
+
+def test_x5_silence_is_a_lost_sandbox_at_the_deadline(opened):
+    _, channel = opened(lambda *_: None, grace_s=0.05)
+    began = time.monotonic()
+    with pytest.raises(SandboxLost, match="deadline"):
+        channel.call(actions.run(["x"], timeout_s=0.05))
+    assert time.monotonic() - began < 1
+    with pytest.raises(SandboxLost):
+        channel.call(actions.ping())
+
+
+def test_a_follower_has_its_own_deadline(opened):
+    _, channel = opened(lambda *_: None, grace_s=0.05)
+
+    def lead():
+        with pytest.raises(SandboxLost):
+            channel.call(actions.run(["x"], timeout_s=60))
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    time.sleep(0.02)
+    with pytest.raises(SandboxLost):
+        channel.call(actions.run(["x"], timeout_s=0.05))
+    leader.join(5)
+    assert not leader.is_alive()
+
+
+def test_a_hang_up_is_told_to_every_thread(opened):
+    cell, channel = opened(lambda *_: None)
+    lost = []
+
+    def work():
+        try:
+            channel.call(actions.run(["x"], timeout_s=None))
+        except SandboxLost as exc:
+            lost.append(exc)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(cell.seen) < 5:
+        time.sleep(0.001)
+    cell.theirs.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join(5)
+    assert len(lost) == 4
+
+
+def test_an_interrupt_cancels_the_command(opened):
+    cell, channel = opened(lambda *_: None)
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        channel.call(actions.run(["sleep"]))
+    while len(cell.seen) < 3:
+        time.sleep(0.001)
+    assert [kind for _, kind, _ in cell.seen] == [wire.HELLO, wire.SPAWN, wire.CANCEL]
+    assert not channel.is_lost
+
+
+def test_a13_nonsense_is_a_lost_sandbox(opened):
+    _, channel = opened(lambda request, *_: [(request + 5, wire.DONE, b"")])
+    with pytest.raises(SandboxLost, match="nonsense"):
+        channel.call(actions.ping())
+
+
+def test_readiness(opened):
+    with pytest.raises(ReadinessTimeout):
+        opened(greeting=b"")[1].wait_ready(0.02)
+    with pytest.raises(ProtocolError, match="protocol 3"):
+        opened(greeting=agentwire.hello(major=3))[1].wait_ready()
+
+
+def test_errors_and_batches(opened):
+    def answer(request, kind, payload):
+        if kind == wire.READ:
+            return [(request, wire.ERROR, error(wire.OS, 2))]
+        if kind == wire.BATCH:
+            first, second = struct.unpack_from("<I", payload, 9)[0], request - 1
+            return [(first, wire.DONE, b""), (second, wire.ERROR, error(wire.OS, 2)), (request, wire.DONE, struct.pack("<I", 2))]
+        return echo(request, kind, payload)
+
+    _, channel = opened(answer)
+    with pytest.raises(NotFound):
+        channel.call(actions.read("x"))
+    none, missing = channel.batch([actions.ping(), actions.read("x")])
+    assert none is None
+    assert isinstance(missing, NotFound)
+
+
+def test_a_large_request_and_a_large_answer_cross(opened):
+    """Both sides write at once, more than the socket holds: neither may wait for the other for ever."""
+
+    def answer(request, kind, payload):
+        if kind == wire.READ:
+            return [
+                *((request, wire.OUT, b"\1" + bytes(200_000)) for _ in range(20)),
+                (request, wire.DONE, struct.pack("<QIqI", 0, 0, 0, 0)),
+            ]
+        if kind == wire.WRITE:
+            return [(request, wire.DONE, struct.pack("<Q", len(payload)))]
+        return None
+
+    _, channel = opened(answer)
+    threads = [threading.Thread(target=lambda: channel.call(actions.read("x"))) for _ in range(3)]
+    threads += [threading.Thread(target=lambda: channel.call(actions.write("x", bytes(1 << 20)))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not channel.is_lost
+
+
+def test_streams_are_read_written_and_ended(opened):
+    def answer(request, kind, payload):
+        if kind == wire.SPAWN:
+            return [(request, wire.STARTED, struct.pack("<I", 7))]
+        if kind == wire.DATA:
+            if payload[0]:
+                return [(request, wire.DONE, command_done(code=2))]
+            return [(request, wire.OUT, b"\1" + payload[1:].upper()), (request, wire.CREDIT, struct.pack("<BI", 0, len(payload) - 1))]
+        return None
+
+    _, channel = opened(answer)
+    link = channel.open(flow.start(["cat"]))
+    link.send(b"abc")
+    assert link.receive(timeout_s=5) == (1, b"ABC")
+    with pytest.raises(TimeoutError):
+        link.receive(timeout_s=0.02)
+    link.send_eof()
+    assert link.receive() is None
+    assert link.wait().exit_code == 2
+
+
+def test_a_fork_may_not_use_its_parents_channel(opened):
+    _, channel = opened()
+    channel.wait_ready()
+    channel._pid += 1
+    with pytest.raises(UsageError, match="fork"):
+        channel.call(actions.ping())
