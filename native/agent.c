@@ -16,6 +16,7 @@
 
 #include "attach.h"
 #include "dispatch.h"
+#include "output.h"
 #include "process.h"
 #include "proxy.h"
 #include "relay.h"
@@ -191,6 +192,7 @@ void agent_close(void) {
     requests_free();
     config_free();
     source_close(&children);
+    outputs_close();
     channel_close();
     loop_free();
 }

@@ -2,8 +2,10 @@
 #include "output.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -172,19 +174,74 @@ void output_stream(struct output *o) {
 }
 void output_start(struct output *o) { source_want(&o->source, EPOLLIN); }
 
-void output_empty(struct output *o) {
+// False: the stream has ended.
+static bool empty(struct output *o) {
     for (size_t total = 0; o->source.fd >= 0 && total < DRAIN_MAX;) {
         ssize_t n = read_now(o->source.fd);
-        if (n <= 0) break;
+        if (n <= 0) return n < 0 && errno == EAGAIN;
         received(o, (size_t)n);
         total += (size_t)n;
     }
+    return o->source.fd >= 0;
+}
+void output_empty(struct output *o) { empty(o); }
+
+// ---- what children left behind go on to write ----
+
+// A closed pipe would kill them by SIGPIPE though they are meant to live on, so it is kept and emptied into nothing. At a
+// walking pace: a child that never stops must cost the agent next to nothing, and may wait.
+#define SINKS_MAX 128
+#define SINK_PAUSE_NS 20000000u
+
+static struct source sinks[SINKS_MAX];
+static size_t sinks_used, sinks_next;
+static struct timer sinks_pause;
+
+static void sinks_on(struct timer *t) {
+    (void)t;
+    for (size_t i = 0; i < sinks_used; i++) source_want(&sinks[i], EPOLLIN);
+}
+
+static void on_sink(struct source *s, uint32_t events) {
+    (void)events;
+    ssize_t n = read(s->fd, scratch, sizeof scratch);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
+        source_close(s);
+        return;
+    }
+    source_want(s, 0);
+    if (!sinks_pause.slot && !timer_set(&sinks_pause, io_now_ns() + SINK_PAUSE_NS, sinks_on)) source_close(s);
+}
+
+static void sink(int fd) {
+    size_t at = 0;
+    while (at < sinks_used && sinks[at].fd >= 0) at++;
+    if (at == SINKS_MAX) {  // the oldest one's writers get SIGPIPE after all
+        at = sinks_next++ % SINKS_MAX;
+        source_close(&sinks[at]);
+    } else if (at == sinks_used) {
+        sinks_used++;
+    }
+    source_init(&sinks[at], fd, on_sink);
+    if (!source_want(&sinks[at], EPOLLIN)) source_close(&sinks[at]);
+}
+
+void outputs_close(void) {
+    for (size_t i = 0; i < sinks_used; i++) source_close(&sinks[i]);
+    timer_stop(&sinks_pause);
+    sinks_used = sinks_next = 0;
 }
 
 void output_drain(struct output *o) {
     o->draining = true;
-    output_empty(o);
+    bool open = empty(o);
     channel_forget(&o->source);
+    struct stat s;
+    int kept = open && !fstat(o->source.fd, &s) && S_ISFIFO(s.st_mode) ? fcntl(o->source.fd, F_DUPFD_CLOEXEC, 0) : -1;
+    if (kept >= 0) {
+        sink(kept);
+        o->source.duplicated = true;
+    }
     source_close(&o->source);
 }
 

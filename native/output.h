@@ -38,7 +38,7 @@ void output_init(struct output *o, int fd, uint8_t number, struct request **requ
 void output_cap(struct output *o, uint32_t cap);
 void output_stream(struct output *o);
 void output_start(struct output *o);
-// Takes what the pipe holds now, without waiting for its end, and closes it.
+// Takes what the pipe holds now, without waiting for its end, and lets go of it: what others still write goes nowhere.
 void output_drain(struct output *o);
 // The same without closing (a session goes on).
 void output_empty(struct output *o);
@@ -53,6 +53,7 @@ void output_credit(struct output *o, uint32_t bytes);
 void output_say(struct output *o, const char *text, size_t size);  // as if the command had printed it
 void output_rewatch(struct output *o);  // after who is attached has changed
 void output_free(struct output *o);
+void outputs_close(void);  // with the agent
 
 void out_frame(struct request *r, uint8_t stream, const void *data, size_t size);
 
