@@ -7,13 +7,16 @@ import untax
 from untax import substrates
 
 
+# Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
 @pytest.fixture(scope="session", params=substrates.names())
-async def engine(request, tmp_path_factory):
+def engine(request, _runner, tmp_path_factory):
     if reason := substrates.load(request.param).unavailable_reason():
         pytest.skip(f"{request.param}: {reason}")
-    async with untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param) as engine:
-        engine.test_substrate = request.param
-        yield engine
+    engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
+    _runner.run(engine.start())
+    engine.test_substrate = request.param
+    yield engine
+    _runner.run(engine.aclose())
 
 
 @pytest.fixture

@@ -230,15 +230,3 @@ async def test_many_writes_at_once_do_not_mix(box):
 
     assert [set(data) for data in found] == [{n} for n in range(20)]
     assert {len(data) for data in found} == {300_000}
-
-
-async def test_a_write_is_all_or_nothing_for_a_reader(box):
-    """A command never sees half of a file that is being replaced."""
-    await box.write("f", b"a" * 200_000)
-    reader = asyncio.create_task(
-        box.shell("for i in $(seq 150); do head -c 200000 f | tr -d '\\n' | sed 's/\\(.\\)\\1*/\\1/g'; echo; done | sort -u", timeout_s=60)
-    )
-    for n in range(40):
-        await box.write("f", b"ab"[n % 2 : n % 2 + 1] * 200_000)
-
-    assert set((await reader).text.split()) <= {"a", "b"}

@@ -38,10 +38,12 @@ def described(root) -> dict[bytes, tuple]:
             path = os.path.join(where, name)
             info = os.lstat(path)
             if stat.S_ISLNK(info.st_mode):
-                content = os.readlink(path)
+                found[os.path.relpath(path, top)] = ("link", os.readlink(path))
+            elif stat.S_ISREG(info.st_mode):
+                with open(path, "rb") as file:
+                    found[os.path.relpath(path, top)] = (stat.S_IMODE(info.st_mode), file.read())
             else:
-                content = open(path, "rb").read() if stat.S_ISREG(info.st_mode) else b""
-            found[os.path.relpath(path, top)] = (stat.S_IFMT(info.st_mode), stat.S_IMODE(info.st_mode) if not stat.S_ISLNK(info.st_mode) else 0, content)
+                found[os.path.relpath(path, top)] = (stat.S_IMODE(info.st_mode), stat.S_IFMT(info.st_mode))
     return found
 
 

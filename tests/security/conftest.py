@@ -20,16 +20,23 @@ LONG = os.environ.get("UNTAX_LONG") == "1"  # full counts where a shorter run is
 ANSWER_S = 1.0  # of the standing invariants
 
 
+# Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
 @pytest.fixture(scope="session")
-async def engine(tmp_path_factory):
+def engine(_runner, tmp_path_factory):
     if reason := substrates.load("namespace").unavailable_reason():
         pytest.skip(f"namespace: {reason}")
     leftovers.adopt_orphans()
-    async with untax.Engine("namespace", state_dir=tmp_path_factory.mktemp("engine") / "state") as engine:
-        # What the first sandbox makes once for all (a helper, a store) is not what the thousandth leaves behind.
-        async with engine.lease() as box:
-            await box.run(["true"])
-        yield engine
+    engine = untax.Engine("namespace", state_dir=tmp_path_factory.mktemp("engine") / "state")
+    _runner.run(_warmed(engine))
+    yield engine
+    _runner.run(engine.aclose())
+
+
+async def _warmed(engine) -> None:
+    """What the first sandbox makes once for all (a helper, a store) is not what the thousandth leaves behind."""
+    await engine.start()
+    async with engine.lease() as box:
+        await box.run(["true"])
 
 
 @pytest.fixture(scope="session")
