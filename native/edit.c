@@ -56,7 +56,7 @@ static uint32_t count_places(const uint8_t *text, size_t size, struct span old) 
 
 static bool replace_all(struct wr *out, const uint8_t *text, size_t size, struct span old, struct span new, uint32_t places) {
     const uint8_t *at = text, *end = text + size;
-    wr_reserve(out, size - (size_t)places * old.size + (size_t)places * new.size);  // at once: the result is of known size
+    wr_reserve(out, size - (size_t)places * old.size + (size_t)places * new.size + 1);  // at once: the result is of known size
     for (const uint8_t *hit; (hit = find_bytes(at, end, old.at, old.size)); at = hit + old.size) {
         wr_raw(out, at, (size_t)(hit - at));
         wr_raw(out, new.at, new.size);

@@ -458,6 +458,7 @@ void action_move(struct actions *a, const struct frame *f) {
         if (lstat(new, &st) == 0) error = EEXIST;
         else error = rename(old, new) ? errno : 0;
     }
-    if (error) fail(a, f->id, E_OS, error, "move %.200s to %.200s: %s", old, new, strerrordesc_np(error));
+    if (error == EXDEV) move_by_copy(a, f, old, new, overwrite);
+    else if (error) fail(a, f->id, E_OS, error, "move %.200s to %.200s: %s", old, new, strerrordesc_np(error));
     else done_empty(a, f->id);
 }

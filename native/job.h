@@ -83,6 +83,11 @@ int write_full(int fd, const void *data, size_t size);
 void wr_entry(struct wr *w, const char *name, const struct stat *st, const char *target, size_t target_size);
 static inline int64_t mtime_ns(const struct stat *st) { return (int64_t)st->st_mtim.tv_sec * 1000000000 + st->st_mtim.tv_nsec; }
 
+// ---- move.c ----
+
+// The rest of MOVE when rename has answered EXDEV.
+void move_by_copy(struct actions *a, const struct frame *f, const char *from, const char *to, bool overwrite);
+
 // ---- one function for each action ----
 
 void action_read(struct actions *a, const struct frame *f);

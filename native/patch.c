@@ -274,7 +274,7 @@ static bool section_ready(struct patch *p) {
     if (source && source != t) t->mode = source->mode;
     s->target = t;
     size_t size = 0;
-    const uint8_t *text = source ? content(source, &size) : NULL;
+    const uint8_t *text = source ? content(source, &size) : (const uint8_t *)"";
     return split_lines(p, s, text, size);
 }
 

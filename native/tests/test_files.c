@@ -165,6 +165,30 @@ static void directories(void) {
     CHECK(is_error(ASK(K_MOVE, "pp1", "none", "to", 0), E_OS, ENOENT));
 }
 
+// Another file system: /dev/shm is one nearly everywhere; without it there is nothing to see.
+static void moving_far(void) {
+    char far[] = "/dev/shm/untax-test-XXXXXX", path[64];
+    struct stat here, there;
+    if (!mkdtemp(far)) return;
+    if (stat(far, &there) == 0 && stat(".", &here) == 0 && here.st_dev != there.st_dev) {
+        mkdir("tree", 0755), mkdir("tree/sub", 0755), put("tree/sub/f", "text"), mkdir("tree/closed", 0755), put("tree/closed/g", "");
+        CHECK(symlink("f", "tree/sub/l") == 0 && mkfifo("tree/p", 0600) == 0 && chmod("tree/sub/f", 0640) == 0 && chmod("tree/closed", 0500) == 0);
+        snprintf(path, sizeof path, "%s/moved", far);
+        CHECK(is_done(ASK(K_MOVE, "pp1", "tree", path, 0)) && access("tree", F_OK));
+        CHECK(is_done(ASK(K_MOVE, "pp1", path, "again", 0)) && access(path, F_OK));
+        struct stat st;
+        CHECK(holds_text("again/sub/f", "text") && stat("again/sub/f", &st) == 0 && (st.st_mode & 07777) == 0640);
+        CHECK(lstat("again/sub/l", &st) == 0 && S_ISLNK(st.st_mode) && stat("again/closed", &st) == 0 && (st.st_mode & 07777) == 0500);
+        CHECK(stat("again/p", &st) == 0 && S_ISFIFO(st.st_mode) && chmod("again/closed", 0700) == 0);
+        snprintf(path, sizeof path, "%s/file", far);
+        put("near", "near"), put(path, "far");
+        CHECK(is_error(ASK(K_MOVE, "pp1", "near", path, 0), E_OS, EEXIST) && holds_text(path, "far") && holds_text("near", "near"));
+        CHECK(is_done(ASK(K_MOVE, "pp1", "near", path, 1)) && holds_text(path, "near") && access("near", F_OK));
+        CHECK(is_done(ASK(K_REMOVE, "p1", path, 0)));
+    }
+    CHECK(rmdir(far) == 0);  // nothing is left beside
+}
+
 int main(void) {
     drive_begin();
     reading();
@@ -173,5 +197,6 @@ int main(void) {
     streaming_in();
     listing();
     directories();
+    moving_far();
     return drive_end();
 }
