@@ -68,6 +68,7 @@ static struct {
     char leftovers[BOXES_MAX][64];  // ids whose control groups would not go yet
     unsigned leftover_count;
     pid_t sweeper;
+    bool buried;                    // a sandbox ended in this round
 } L;  // set up by launcher_main: an initialiser would put all of it into the file
 
 // What an epoll event is about: the engine, or a box's pidfd or status pipe.
@@ -141,6 +142,7 @@ static void bury(struct box *b) {
     if (!cg_box_remove(b->id) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->id);
     disk_drop(b->id);
     slot_give(&b->slot);
+    L.buried = true;
     L.boxes[b->handle & (BOXES_MAX - 1)] = NULL;
     if (b->status >= 0) on_status(b);
     if (b->destroy_seq) {
@@ -565,6 +567,9 @@ static void serve(void) {
             else if (events[i].data.u64 >> 32 == SRC_STATUS && b && b->status >= 0) on_status(b);
             else if (events[i].data.u64 >> 32 == SRC_ENGINE && !on_packet()) return;
         }
+        // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
+        if (L.buried && n < 2) slots_prepare();
+        L.buried = false;
         wait_ms = n > 0 ? (L.ready ? QUIET_MS : -1) : on_quiet();
     }
 }
