@@ -190,24 +190,40 @@ static int shift_layer(struct mounts *m, int layer, int userns, unsigned n, char
     return shifted;
 }
 
+// Before Linux 6.5 overlay takes any option without a word and refuses the mount later.
+static bool accepts_nonsense(void) {
+    static int known = -1;
+    if (known < 0) {
+        autoclose int fs = k_fsopen("overlay");
+        known = fs >= 0 && !k_fsconfig(fs, K_FSCONFIG_FLAG, "untax", NULL);
+    }
+    return known;
+}
+
+// All layers in one string, which fsconfig limits to 255 bytes: as older kernels want it.
+static int add_lowers_at_once(int fs, const int *lowers, size_t count) {
+    char text[256] = "";
+    size_t used = 0;
+    for (size_t i = 0; i < count; i++) {
+        int n = snprintf(text + used, sizeof text - used, "%s/proc/self/fd/%d", i ? ":" : "", lowers[i]);
+        used += (size_t)n;
+        if (used >= sizeof text) {
+            errno = E2BIG;
+            return -1;
+        }
+    }
+    return k_fsconfig(fs, K_FSCONFIG_STRING, "lowerdir", text);
+}
+
 // Layers are named by descriptor: no path of theirs is parsed as mount options, and none is too long.
 static int add_lowers(int fs, const int *lowers, size_t count) {
-    char text[256] = "", one[32];
+    if (accepts_nonsense()) return add_lowers_at_once(fs, lowers, count);
+    char one[32];
     for (size_t i = 0; i < count; i++) {
         snprintf(one, sizeof one, "/proc/self/fd/%d", lowers[i]);
         if (k_fsconfig(fs, K_FSCONFIG_STRING, "lowerdir+", one) == 0) continue;
         if (i || errno != EINVAL) return -1;
-        // before Linux 6.8 all of them come in one string, which fsconfig limits to 255 bytes
-        size_t used = 0;
-        for (size_t j = 0; j < count; j++) {
-            int n = snprintf(text + used, sizeof text - used, "%s/proc/self/fd/%d", j ? ":" : "", lowers[j]);
-            used += (size_t)n;
-            if (used >= sizeof text) {
-                errno = E2BIG;
-                return -1;
-            }
-        }
-        return k_fsconfig(fs, K_FSCONFIG_STRING, "lowerdir", text);
+        return add_lowers_at_once(fs, lowers, count);  // from 6.5 to 6.7
     }
     return 0;
 }
