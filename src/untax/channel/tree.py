@@ -97,14 +97,20 @@ class Packer:
             entries = [(os.fsencode(entry.name), entry) for entry in found]
         for name, entry in entries:
             path = prefix + name
-            if entry.is_symlink():
+            if entry.is_file(follow_symlinks=False):
+                if not self._small_file(out, fd, name, path):
+                    yield from self._file(out, fd, name, path)
+                elif len(out) >= _EMIT:
+                    yield bytes(out)
+                    out.clear()
+            elif entry.is_symlink():
                 self._count(path, 0)
                 try:
                     target = os.readlink(name, dir_fd=fd)
                     out += _header(path, entry.stat(follow_symlinks=False), b"2", 0, target)
                 except FileNotFoundError:
                     continue  # went away meanwhile
-            elif entry.is_dir():
+            elif entry.is_dir(follow_symlinks=False):
                 try:
                     below = os.open(name, _DIRECTORY, dir_fd=fd)
                 except FileNotFoundError:
@@ -115,8 +121,29 @@ class Packer:
                     yield from self._directory(out, below, path + b"/")
                 finally:
                     os.close(below)
-            elif entry.is_file():
-                yield from self._file(out, fd, name, path)
+
+    def _small_file(self, out: bytearray, directory: int, name: bytes, path: bytes) -> bool:
+        """The common case without a generator of its own; false when the file is not small, or changes while it is read."""
+        try:
+            fd = os.open(name, _FILE, dir_fd=directory)
+        except FileNotFoundError:
+            return True
+        try:
+            status = os.fstat(fd)
+            size = status.st_size
+            if size > _EMIT or not stat.S_ISREG(status.st_mode):
+                return False
+            data = os.read(fd, size) if size else b""
+        finally:
+            os.close(fd)
+        if len(data) != size:
+            return False
+        self._count(path, size)
+        out += _header(path, status, b"0", size)
+        out += data
+        if size % BLOCK:
+            out += _END[: -size % BLOCK]
+        return True
 
     def _file(self, out: bytearray, directory: int, name: bytes, path: bytes) -> Iterator[bytes]:
         try:
@@ -180,8 +207,19 @@ def _header(path: bytes, status: os.stat_result, kind: bytes, size: int, target:
 
 def _fields(name: bytes, mode: int, size: int, mtime: int, kind: bytes, target: bytes, prefix: bytes) -> bytes:
     head = b"%b%07o\0000000000\0000000000\0%011o\0%011o\0" % (name.ljust(100, b"\0"), mode, size, mtime)
-    tail = kind + target.ljust(100, b"\0") + b"ustar\00000" + bytes(80) + prefix.ljust(167, b"\0")
-    return b"%b%06o\0 %b" % (head, sum(head) + sum(tail) + 256, tail)  # 256: the sum counts its own field as blanks
+    if target or prefix:
+        tail = _tail(kind, target, prefix)
+        tail_sum = sum(tail)
+    else:
+        tail, tail_sum = _PLAIN_TAILS[kind]
+    return b"%b%06o\0 %b" % (head, sum(head) + tail_sum + 256, tail)  # 256: the sum counts its own field as blanks
+
+
+def _tail(kind: bytes, target: bytes, prefix: bytes) -> bytes:
+    return kind + target.ljust(100, b"\0") + b"ustar\00000" + bytes(80) + prefix.ljust(167, b"\0")
+
+
+_PLAIN_TAILS = {kind: (tail := _tail(kind, b"", b""), sum(tail)) for kind in (b"0", b"2", b"5", b"x")}
 
 
 def _pax(key: bytes, value: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """Frames as literal bytes, and a parser that no byte stream can hurt."""
 
+import itertools
 import struct
 
 import pytest
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from untax.channel import wire
 from untax.channel.wire import FrameParser, Reader
 from untax.core.errors import ProtocolError
-import itertools
 
 
 def parse(parser, data):
