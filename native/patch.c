@@ -258,6 +258,7 @@ static bool section_ready(struct patch *p) {
     if (s->target) return true;
     struct target *t = NULL, *source;
     if (!s->from && !s->to) return stop(p, E_REJECTED, 0, "a hunk without a file name before it");
+    if (s->created + s->deleted + s->renamed + s->copied > 1) return stop(p, E_REJECTED, 0, "a file in the patch is to be more than one of created, deleted, renamed and copied");
     if (s->created || s->renamed || s->copied) {
         if (!s->to || (!s->created && !s->from)) return stop(p, E_REJECTED, 0, "a part of the patch does not name its files");
         if (!(t = target_of(p, s->to))) return false;

@@ -395,7 +395,10 @@ static enum step end_body(struct upload *u) {
 }
 
 static enum step upload_end(struct upload *u) {
-    if (u->state != AT_END && (u->state != IN_HEADER || u->have)) return reject(u, "the archive ends inside it", u->path.size ? (const char *)u->path.data : "(header)");
+    if (u->state != AT_END && (u->state != IN_HEADER || u->have)) {
+        // Only a file being written has its name whole: what a long name left there may lack its end.
+        return reject(u, "the archive ends inside it", u->state == IN_BODY ? (const char *)u->path.data : "(header)");
+    }
     for (struct late_mode *l = u->late; l; l = l->next) {
         autoclose int fd = *l->path ? beneath_dir(u->root, l->path, false) : -1;
         if (*l->path && fd < 0) continue;  // removed meanwhile

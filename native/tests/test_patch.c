@@ -67,7 +67,8 @@ int main(void) {
 
     // nonsense
     static const char *const bad[] = {"", "hello\n", "--- a/x\n+++ b/x\n@@ -1 +1\n", "--- a/x\n+++ b/x\n@@ -1,3 +1,3 @@\n x\n", "--- a/x\n+++ b/x\n@@ -1 +1 @@\n-x\nX\n", "--- x\n+++ x\n@@ -1 +1 @@\n-x\n+X\n",
-                                      "--- a/x\n+++ b/x\n@@ -99999999999999999999 +1 @@\n-x\n+X\n", "--- \"a/x\n+++ b/x\n@@ -1 +1 @@\n-x\n+X\n", "diff --git a/x b/x\nGIT binary patch\n"};
+                                      "--- a/x\n+++ b/x\n@@ -99999999999999999999 +1 @@\n-x\n+X\n", "--- \"a/x\n+++ b/x\n@@ -1 +1 @@\n-x\n+X\n", "diff --git a/x b/x\nGIT binary patch\n",
+                                      "diff --git a/q b/k\nrename to k\nnew file mode 100644\n--- /dev/null\n+++ b/k\n@@ -0,0 +1 @@\n+x\n", "diff --git a/q b/k\nrename to k\n", "diff --git a/q b/k\nrename from q\n"};
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) CHECK(is_error(patch(bad[i], 0, 1), E_REJECTED, 0));
     CHECK(holds_text("x", "x\n"));
     CHECK(is_error(ASK(K_PATCH, "pp11", "none", change, 0, 1), E_OS, ENOENT));

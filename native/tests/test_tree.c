@@ -7,7 +7,7 @@ static void entry(struct wr *w, const char *name, char type, const char *link, c
     char h[512] = {0};
     strncpy(h, name, 100);
     memcpy(h + 100, "0000644", 8);
-    snprintf(h + 124, 12, "%011llo", told_size);
+    snprintf(h + 124, 12, "%011llo", told_size & 077777777777ull);
     memcpy(h + 136, "00000001750", 12);
     h[156] = type;
     strncpy(h + 157, link, 100);
@@ -103,6 +103,7 @@ static void hostile(void) {
     REJECTED(entry(&w, "p", 'x', "", "3 \n", 3); file(&w, "x", ""));
     REJECTED(entry(&w, "p", 'x', "", "x", 2ull << 20));
     REJECTED(entry(&w, "cut", '0', "", "short", 600));
+    REJECTED(entry(&w, "././@LongLink", 'L', "", "a name behind which nothing comes", 33); wr_raw(&w, "cut", 3));
     REJECTED(file(&w, "sum", ""); w.data[0]++);
     REJECTED(wr_raw(&w, "not a tar stream at all", 23));
     TOO_LARGE(entry(&w, "bomb", '0', "", "", 07777777777ull));
