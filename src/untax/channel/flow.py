@@ -39,7 +39,7 @@ class Flow(Call[T]):
         self.started = not self._has_start
         self.pid = 0
         self.ended = [False, False]  # stdout, stderr: nothing more will come
-        self._pieces: deque[tuple[int, bytearray]] = deque()
+        self._pieces: deque[tuple[int, bytes | bytearray]] = deque()
         self._last: list[bytearray | None] = [None, None]
         self._held = [0, 0]  # come and not yet credited
         self._owed = [0, 0]  # of that, taken
@@ -78,6 +78,10 @@ class Flow(Call[T]):
         if last is not None and (len(self._pieces) >= _PIECES_MAX or (last is self._pieces[-1][1] and len(last) < CREDIT_STEP)):
             last += data
             return
+        if len(data) >= CREDIT_STEP // 2:  # passed on as it came
+            self._last[stream - 1] = None
+            self._pieces.append((stream, data))
+            return
         piece = bytearray(data)
         self._last[stream - 1] = piece
         self._pieces.append((stream, piece))
@@ -92,7 +96,7 @@ class Flow(Call[T]):
         if self._last[stream - 1] is piece:
             self._last[stream - 1] = None
         self._owed[stream - 1] += len(piece)
-        return stream, bytes(piece)
+        return stream, piece if isinstance(piece, bytes) else bytes(piece)
 
     def credit(self, request_id: int) -> bytes:
         """The CREDIT frames that are due for what was taken; often none."""

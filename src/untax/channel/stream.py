@@ -23,7 +23,7 @@ class SocketStream:
         self._send = sock.send
         self._receiver: Receiver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._kept: deque[bytes] = deque()
+        self._kept: deque[bytes | memoryview] = deque()
         self._kept_size = 0
         self._drained: list[asyncio.Future[None]] = []
         self._paused = False
@@ -49,7 +49,7 @@ class SocketStream:
         self._wake()
         return self._sock
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         if self._closed:
             return
         if not self._kept:
@@ -62,7 +62,7 @@ class SocketStream:
                 return
             if sent == len(data):
                 return
-            data = data[sent:]
+            data = memoryview(data)[sent:]
             if self._loop is not None:
                 self._loop.add_writer(self._fd, self._writable)
         self._kept.append(data)
@@ -114,7 +114,7 @@ class SocketStream:
                 sent = self._send(data)
                 self._kept_size -= sent
                 if sent < len(data):
-                    self._kept[0] = data[sent:]
+                    self._kept[0] = memoryview(data)[sent:]
                     return
                 self._kept.popleft()
         except (BlockingIOError, InterruptedError):

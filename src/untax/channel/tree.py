@@ -157,14 +157,13 @@ class Packer:
             size = status.st_size
             self._count(path, size)
             out += _header(path, status, b"0", size)
+            yield bytes(out)  # what is large goes on as it was read, without a copy
+            out.clear()
             left = size
             while left:
                 piece = os.read(fd, min(left, _EMIT)) or bytes(min(left, _EMIT))
-                out += piece
                 left -= len(piece)
-                if len(out) >= _EMIT:
-                    yield bytes(out)
-                    out.clear()
+                yield piece
             out += bytes(-size % BLOCK)
         finally:
             os.close(fd)
@@ -281,10 +280,11 @@ class Unpacker:
             data = bytes(self._buffer)
             self._buffer.clear()
         at, end = 0, len(data)
+        view = memoryview(data)
         while at < end:
             if self._left:
                 take = min(self._left, end - at)
-                self._content(data if take == end and not at else data[at : at + take])
+                self._content(view[at : at + take])
                 at += take
                 self._left -= take
                 if not self._left:
@@ -374,13 +374,12 @@ class Unpacker:
     def _begin(self, size: int, fd: int) -> None:
         self._left, self._padding, self._fd = size, -size % BLOCK, fd
 
-    def _content(self, piece: bytes) -> None:
+    def _content(self, piece: memoryview) -> None:
         if self._pax is not None:
             self._pax += piece
         elif self._fd >= 0:
-            view = memoryview(piece)
-            while view:
-                view = view[os.write(self._fd, view) :]
+            while piece:
+                piece = piece[os.write(self._fd, piece) :]
 
     def _finish_content(self) -> None:
         if self._pax is not None:
