@@ -253,7 +253,7 @@ class Channel:
         try:
             while (piece := await link.receive()) is not None:
                 pieces = [piece[1], *link.take_now()]
-                await _in_thread(self._loop, unpack.feed, b"".join(pieces) if len(pieces) > 1 else pieces[0])
+                await _in_thread(self._loop, unpack.feed, *pieces)
             size = await link.wait()
             await _in_thread(self._loop, unpack.finish)
             return TreeSize(size.entries, size.bytes, tuple(unpack.skipped))

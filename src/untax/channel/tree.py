@@ -264,10 +264,11 @@ class Unpacker:
         self.bytes = 0
         self.skipped: list[str] = []
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, *pieces: bytes) -> None:
         """Write as much as has come; blocks on the disk."""
         try:
-            self._feed(data)
+            for piece in pieces:
+                self._feed(piece)
         except OSError as exc:
             if isinstance(exc, TooLarge):
                 raise
