@@ -147,7 +147,9 @@ static void set_limits(uint64_t disk_bytes, uint32_t pids) {
     limit(RLIMIT_RTPRIO, 0);
     limit(RLIMIT_NICE, 0);
     limit(RLIMIT_FSIZE, disk_bytes);
-    limit(RLIMIT_NPROC, pids);  // counted within the sandbox's user namespace: holds even where there is no pids group
+    // Counted within the sandbox's user namespace: holds even where there is no pids group. Where there is one it must be met first,
+    // because only the group counts its refusals; many forks at once are over this limit for a moment before they are refused there.
+    limit(RLIMIT_NPROC, cg_abilities() & CG_PIDS ? pids + pids / 4 + 16 : pids);
 }
 
 // What "root inside" may do, within its own user namespace: enough to install packages.
