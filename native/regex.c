@@ -64,6 +64,7 @@ struct regex {
     int32_t *next;              // [state][class]: state, UNKNOWN or MATCHED
     uint32_t *pool;
     uint32_t pool_size;
+    int next_room, pool_room;   // states and numbers that there is room for; both grow
     int32_t table[STATES_MAX * 2];
     // room for building a state
     uint32_t *marks, *stack, *list, mark;
@@ -78,16 +79,30 @@ enum { UNKNOWN = -1, MATCHED = -2 };
 struct parser {
     const uint8_t *at, *end;
     struct node *nodes;
-    int count, depth;
+    int count, room, depth;
     bool fold;
     const char *error;
 };
 
 static int parse_alternatives(struct parser *p);
 
+// Doubles an array that is full, up to `most`; false when it may or can not grow.
+static bool grow(void **data, int *room, int most, size_t each) {
+    int more = *room ? *room * 2 : 64;
+    if (more > most) more = most;
+    void *bigger = more > *room ? realloc(*data, (size_t)more * each) : NULL;
+    if (!bigger) return false;
+    *data = bigger;
+    *room = more;
+    return true;
+}
+
 static int node_new(struct parser *p, enum node_type type, int a, int b) {
-    if (p->count == NODES_MAX && !p->error) p->error = "the expression is too large";
     if (p->error) return 0;
+    if (p->count == p->room && !grow((void **)&p->nodes, &p->room, NODES_MAX, sizeof *p->nodes)) {
+        p->error = "the expression is too large";
+        return 0;
+    }
     p->nodes[p->count] = (struct node){.type = type, .a = a, .b = b};
     return p->count++;
 }
@@ -452,12 +467,12 @@ static void literal_of(const struct parser *p, int n, struct literal *l, bool *e
 struct compiler {
     const struct parser *p;
     struct inst *program;
-    int size;
+    int size, room;
     bool failed;
 };
 
 static int inst_new(struct compiler *c, enum op op, int x, int y) {
-    if (c->size == PROGRAM_MAX) c->failed = true;
+    if (c->size == c->room && !grow((void **)&c->program, &c->room, PROGRAM_MAX, sizeof *c->program)) c->failed = true;
     if (c->failed) return 0;
     c->program[c->size] = (struct inst){.op = op, .x = x, .y = y};
     return c->size++;
@@ -544,8 +559,9 @@ static void dfa_reset(struct regex *re) {
 
 static bool allocate(struct regex *re) {
     size_t n = (size_t)re->size + 2;
-    re->next = malloc(sizeof *re->next * STATES_MAX * (size_t)re->classes);
-    re->pool = malloc(sizeof *re->pool * POOL_MAX);
+    re->next_room = 16, re->pool_room = (int)n + 256;  // any one state fits
+    re->next = malloc(sizeof *re->next * (size_t)re->next_room * (size_t)re->classes);
+    re->pool = malloc(sizeof *re->pool * (size_t)re->pool_room);
     re->marks = calloc(n, sizeof *re->marks);
     re->stack = malloc(sizeof *re->stack * n * 2);
     re->list = malloc(sizeof *re->list * n);
@@ -560,16 +576,16 @@ static struct regex *build(struct parser *p, int root, int flags) {
     }
     if (p->error) return NULL;
     struct regex *re = calloc(1, sizeof *re);
-    struct compiler c = {.p = p, .program = malloc(sizeof *c.program * PROGRAM_MAX)};
+    struct compiler c = {.p = p};
     struct literal l = {.run_size = 0};
     bool exact = true;
-    if (re && c.program) {
+    if (re) {
         int match = inst_new(&c, OP_MATCH, 0, 0);
         re->start = emit(&c, root, match);
         literal_of(p, root, &l, &exact);
         literal_break(&l);
     }
-    if (!re || !c.program || c.failed) {
+    if (!re || c.failed) {
         p->error = c.failed ? "the expression is too large" : "out of memory";
         free(c.program);
         free(re);
@@ -594,11 +610,6 @@ static struct regex *build(struct parser *p, int root, int flags) {
 
 struct regex *regex_compile(const void *pattern, size_t size, int flags, const char **error) {
     struct parser p = {.at = pattern, .end = (const uint8_t *)pattern + size, .fold = flags & REGEX_IGNORE_CASE};
-    p.nodes = malloc(sizeof *p.nodes * NODES_MAX);
-    if (!p.nodes) {
-        *error = "out of memory";
-        return NULL;
-    }
     int root = parse(&p, flags);
     struct regex *re = p.error ? NULL : build(&p, root, flags);
     free(p.nodes);
@@ -665,7 +676,9 @@ static int state_of(struct regex *re, uint32_t *list, uint32_t count, uint8_t be
             const struct state *s = &re->states[re->table[slot]];
             if (s->hash == hash && s->count == count && s->before == before && memcmp(re->pool + s->at, list, count * sizeof *list) == 0) return re->table[slot];
         }
-        if (re->count < STATES_MAX && re->pool_size + count <= POOL_MAX) {
+        bool room = re->count < re->next_room || grow((void **)&re->next, &re->next_room, STATES_MAX, sizeof *re->next * (size_t)re->classes);
+        while (room && re->pool_size + count > (uint32_t)re->pool_room) room = grow((void **)&re->pool, &re->pool_room, POOL_MAX, sizeof *re->pool);
+        if (room) {
             int s = re->count++;
             re->states[s] = (struct state){re->pool_size, count, before, hash};
             memcpy(re->pool + re->pool_size, list, count * sizeof *list);
