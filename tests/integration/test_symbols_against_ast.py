@@ -106,7 +106,7 @@ def test_every_definition_of_attrs_is_found(tokenizer: Path) -> None:
         b"def f(a=\"'\", b='\"'):\n    '''doc'''\n# def no()\n    def g(): pass\n",
         b"def f():\n  # comment\n\n # other\n  def g(): pass\n",
         b"def f[T](x: T) -> T: return x\nclass A[T]: pass\n",
-        b"x = f\"{y[\"def no(): pass\"]}\"\ndef yes(): pass\n",
+        b'x = f"{y["def no(): pass"]}"\ndef yes(): pass\n',
         b"x = f'{f'{f'{1}'}'}'\ndef yes(): pass\n",
         b"def f(): pass",
         b"match x:\n    case {'a': 1}:\n        def f(): pass\n",
