@@ -4,6 +4,10 @@
 
 #include "keys.h"
 
+#define WAITING_MAX (8u << 20)  // bytes of all batches that run
+
+static size_t waiting;
+
 struct batch {
     struct request *request;  // NULL: answered, the rest is only being told so
     uint8_t *frames;
@@ -53,13 +57,18 @@ static const char *fault_in(const uint8_t *data, size_t size, uint32_t count) {
     return size ? "bytes behind the last request of the batch" : NULL;
 }
 
+void batch_free(struct batch *b) {
+    waiting -= b->size;
+    free(b->frames);
+    free(b);
+}
+
 static void finish(struct batch *b) {
     struct request *r = b->request;
     uint32_t completed = b->completed;
     bool stopped = b->stopped, whole = completed == b->count;
     enum stop_reason why = b->why;
-    free(b->frames);
-    free(b);
+    batch_free(b);
     if (stopped) {
         request_fail(r, why == STOP_CANCEL ? E_CANCELLED : E_DEADLINE, 0, "stopped after %u requests", completed);
         return;
@@ -127,21 +136,18 @@ void batch_handle(const struct frame *f, bool (*dispatch)(const struct frame *, 
     }
     struct request *q = request_new(f, &batch_ops, NULL);
     if (!q) return;
-    struct batch *b = calloc(1, sizeof *b);
-    uint8_t *copy = malloc(frames.size + 1u);
+    bool room = frames.size <= WAITING_MAX - waiting;
+    struct batch *b = room ? calloc(1, sizeof *b) : NULL;
+    uint8_t *copy = room ? malloc(frames.size + 1u) : NULL;
     if (!b || !copy) {
         free(b);
         free(copy);
-        request_fail(q, E_BUSY, 0, "out of memory");
+        request_fail(q, E_BUSY, 0, room ? "out of memory" : "the batches that run leave no room for this one");
         return;
     }
+    waiting += frames.size;
     memcpy(copy, frames.at, frames.size);
     *b = (struct batch){.request = q, .frames = copy, .size = frames.size, .count = count, .stop_on_failure = flags & 1, .dispatch = dispatch};
     q->owner = b;
     run(b);
-}
-
-void batch_free(struct batch *b) {
-    free(b->frames);
-    free(b);
 }

@@ -7,6 +7,10 @@
 #include "channel.h"
 #include "io.h"
 
+static size_t waiting_bytes;
+
+size_t inputs_waiting(void) { return waiting_bytes; }
+
 static void on_writable(struct source *s, uint32_t events) {
     (void)events;
     input_flush((struct input *)((char *)s - offsetof(struct input, source)));
@@ -40,7 +44,9 @@ bool input_data(struct input *in, struct span data, bool eof, bool counted) {
         in->uncounted += data.size;
     }
     if (in->eof) return true;
+    size_t before = in->waiting.size;
     wr_raw(&in->waiting, data.at, data.size);
+    waiting_bytes += in->waiting.size - before;
     in->eof = eof;
     bool ok = !in->waiting.failed;
     input_flush(in);  // may end it, and free whoever holds it
@@ -65,6 +71,7 @@ void input_flush(struct input *in) {
         credit(in, (size_t)n);
     }
     in->at = 0;
+    waiting_bytes -= in->waiting.size;
     wr_free(&in->waiting);
     source_want(&in->source, 0);
     if ((in->eof || in->discard) && in->source.fd >= 0) in->ended(in);
@@ -73,5 +80,6 @@ void input_flush(struct input *in) {
 void input_free(struct input *in) {
     source_close(&in->source);
     in->source.fd = -1;
+    waiting_bytes -= in->waiting.size;
     wr_free(&in->waiting);
 }

@@ -22,5 +22,6 @@ void input_init(struct input *in, int fd, uint32_t id, void (*ended)(struct inpu
 bool input_data(struct input *in, struct span data, bool eof, bool counted);
 void input_flush(struct input *in);
 void input_free(struct input *in);
+size_t inputs_waiting(void);  // bytes in all of them
 
 #endif

@@ -12,9 +12,12 @@
 #include "io.h"
 
 #define READ_AT_ONCE (64u << 10)
-#define TAILS_MAX (32u << 20)  // of all tails together: the agent's memory group is small
+#define TAILS_MAX (16u << 20)  // of all tails together: the agent's memory group is small
+
+#define HEADS_MAX (8u << 20)  // of all beginnings that wait for their DONE; beyond it they go out early
 
 static size_t tails;  // bytes that rings have taken
+static size_t heads;
 
 // ---- the ring ----
 
@@ -106,17 +109,24 @@ void out_frame(struct request *r, uint8_t stream, const void *data, size_t size)
     frame_end(&host, begun);
 }
 
+static void head_clear(struct output *o) {
+    heads -= o->head.size;
+    wr_free(&o->head);
+}
+
 static void send_head(struct output *o) {
     if (!o->head.size) return;
     if (*o->request) out_frame(*o->request, o->number, o->head.data, o->head.size);
-    o->head.size = 0;
+    head_clear(o);
 }
 
 static void capture(struct output *o, const uint8_t *data, size_t size) {
     size_t first = o->head_most - o->head_have < size ? o->head_most - o->head_have : size;
+    size_t before = o->head.size;
     wr_raw(&o->head, data, first);
+    heads += o->head.size - before;
     o->head_have += (uint32_t)first;
-    if (o->head.size > INLINE_MAX) send_head(o);
+    if (o->head.size > INLINE_MAX || (heads > HEADS_MAX && *o->request)) send_head(o);
     if (size > first) o->dropped += ring_put(&o->ring, data + first, size - first, o->tail_most);
 }
 
@@ -259,7 +269,7 @@ void output_settle(struct output *o) {
 void output_field(struct output *o) {
     wr_u32(&host, (uint32_t)(o->head.size + o->ring.have));
     wr_raw(&host, o->head.data, o->head.size);
-    o->head.size = 0;
+    head_clear(o);
     while (o->ring.have) {
         struct span part = ring_front(&o->ring);
         wr_raw(&host, part.at, part.size);
@@ -268,11 +278,24 @@ void output_field(struct output *o) {
 }
 
 void output_reset(struct output *o, uint32_t cap) {
-    wr_free(&o->head);
+    head_clear(o);
     ring_free(&o->ring);
     o->dropped = 0;
     o->head_have = 0;
     output_cap(o, cap);
+}
+
+void output_next(struct output *o, uint32_t cap) {
+    struct wr late = {0};
+    wr_raw(&late, o->head.data, o->head.size);
+    while (o->ring.have) {
+        struct span part = ring_front(&o->ring);
+        wr_raw(&late, part.at, part.size);
+        ring_take(&o->ring, part.size);
+    }
+    output_reset(o, cap);
+    if (late.size) output_say(o, (const char *)late.data, late.size);
+    wr_free(&late);
 }
 
 bool output_flush(struct output *o) {
@@ -302,6 +325,6 @@ void output_credit(struct output *o, uint32_t bytes) {
 void output_free(struct output *o) {
     channel_forget(&o->source);
     source_close(&o->source);
-    wr_free(&o->head);
+    head_clear(o);
     ring_free(&o->ring);
 }

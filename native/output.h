@@ -45,7 +45,9 @@ void output_empty(struct output *o);
 // A capped stream sends what is too long for a DONE; then output_field writes the rest into it.
 void output_settle(struct output *o);
 void output_field(struct output *o);
-void output_reset(struct output *o, uint32_t cap);  // for the next command of a session
+void output_reset(struct output *o, uint32_t cap);  // forgets what it holds
+// For the next command of a session: what background jobs printed since the last one comes first in its output.
+void output_next(struct output *o, uint32_t cap);
 // A streamed one: everything kept has been sent.
 bool output_flush(struct output *o);
 void output_attach(struct output *o);

@@ -17,6 +17,8 @@
 
 #define BUCKETS 256u
 #define STOP_GRACE_NS 200000000u  // how long a kill may take before the deadline is answered without it
+#define ARGV_KEPT 1024u           // bytes of an argument list
+#define INPUT_MAX (8u << 20)     // that came with requests and waits for its commands to read it
 #define FINISHED_MAX 64           // streamed, ended, and not claimed
 
 static struct process *table[BUCKETS];
@@ -365,6 +367,23 @@ static int make_pipes(struct process *p, const struct command *c, bool with_inpu
     return n;
 }
 
+// The argument list may be megabytes; messages and the process list need its beginning.
+static bool keep_argv(struct process *p, struct span argv) {
+    struct wr w = {0};
+    struct rd r = rd_of(argv.at, argv.size);
+    uint32_t count = 0;
+    wr_u32(&w, 0);
+    for (uint32_t n = rd_u32(&r); n && w.size < ARGV_KEPT; n--, count++) {
+        struct span s = rd_bytes(&r);
+        wr_bytes(&w, s.at, s.size < ARGV_KEPT ? s.size : ARGV_KEPT);
+    }
+    if (w.failed) return false;
+    w.data[0] = (uint8_t)count, w.data[1] = (uint8_t)(count >> 8);
+    p->argv = w.data;
+    p->argv_size = (uint32_t)w.size;
+    return true;
+}
+
 static void start(struct request *r, struct worker *w, struct command *c, uint32_t cap, struct span input) {
     struct process *p = process_new();
     if (!p) {
@@ -374,12 +393,10 @@ static void start(struct request *r, struct worker *w, struct command *c, uint32
     p->request = r;
     p->worker = w;
     p->options = c->options;
-    p->argv_size = c->argv.size;
-    p->argv = malloc(c->argv.size);
     p->before = counters_cached();
     r->owner = p;
     bool streamed = c->options & SPAWN_STREAM, with_input = c->options & SPAWN_STDIN || input.size;
-    int theirs[3], count = p->argv ? make_pipes(p, c, with_input, theirs) : -1;
+    int theirs[3], count = keep_argv(p, c->argv) ? make_pipes(p, c, with_input, theirs) : -1;
     if (count < 0 || (count && !link_attach(worker_link(w), theirs, (size_t)count))) {
         int error = errno;
         for (int i = 0; i < count; i++) close(theirs[i]);
@@ -388,7 +405,6 @@ static void start(struct request *r, struct worker *w, struct command *c, uint32
         request_fail(r, E_SPAWN_FAILED, error, "pipes for the command: %s", words(error));
         return;
     }
-    memcpy(p->argv, c->argv.at, c->argv.size);
     for (int i = 0; i < 2; i++) {
         struct output *o = i ? &p->err : &p->out;
         if (streamed) output_stream(o);
@@ -431,6 +447,10 @@ void spawn_handle(const struct frame *f) {
     }
     if (c.options & SPAWN_PTY) c.options |= SPAWN_MERGE | SPAWN_STREAM | SPAWN_STDIN;
     struct request *q = request_new(f, &spawn_ops, NULL);
+    if (q && input.size > STREAM_WINDOW && inputs_waiting() + input.size > INPUT_MAX) {
+        request_fail(q, E_BUSY, 0, "too much input waits for other commands to read it");
+        return;
+    }
     struct worker *w = q ? worker_for(q, user) : NULL;
     if (w) start(q, w, &c, cap, input);
 }

@@ -243,20 +243,6 @@ static const struct request_ops run_ops = {.stop = run_stop};
 
 // ---- SESSION_RUN ----
 
-// What background jobs printed since the last command comes first in this one's output.
-static void take_late(struct output *o, uint32_t cap) {
-    struct wr late = o->head;
-    o->head = (struct wr){0};
-    while (o->ring.have) {
-        struct span part = ring_front(&o->ring);
-        wr_raw(&late, part.at, part.size);
-        ring_take(&o->ring, part.size);
-    }
-    output_reset(o, cap);
-    if (late.size) output_say(o, (const char *)late.data, late.size);
-    wr_free(&late);
-}
-
 static bool put_text(struct session *s, struct span text) {
     bool bash = s->shell == &shells[0];
     struct iovec parts[2] = {{(void *)(uintptr_t)text.at, text.size}, {(char[]){0}, bash}};  // cat takes all there is, `read` stops at NUL
@@ -293,8 +279,8 @@ void session_run_handle(const struct frame *f) {
     s->request = q;
     q->owner = s;
     s->before = counters_cached();
-    take_late(&s->out, cap);
-    take_late(&s->err, cap);
+    output_next(&s->out, cap);
+    output_next(&s->err, cap);
     cpu_times(s, &s->user_before, &s->system_before);
 }
 
