@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Where a forgotten bind mount or a deny-list with a hole would show. The ordinary user reaches only some of them.
-_PLACES = ("/root", "/etc", "/var/lib", "/opt", "/srv", "/home", "/run", "/var/tmp", "/usr/local/etc", "~", "/tmp")
+_PLACES = ("/root", "/etc", "/var/lib", "/opt", "/srv", "/home", "/run", "/var/tmp", "~", "/tmp")
 
 
 class Canary:

@@ -60,6 +60,9 @@ class EngineHost:
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
 
+    def close(self) -> None:
+        self._reader.cancel()
+
     async def _read(self) -> None:
         assert self.process.stdout is not None
         while line := await self.process.stdout.readline():
@@ -119,14 +122,13 @@ async def engine_host(
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), 20)
     finally:
-        for pid in {process.pid, host.pid if host else process.pid}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)
+            os.killpg(process.pid, signal.SIGKILL)  # the engine, and what a prefix started beside it
         await process.wait()
         if host is not None:
-            await asyncio.wait([host._reader], timeout=2)
-            host._reader.cancel()
+            host.close()
+        process._transport.close()  # or its pipes are closed when the loop is no more
 
 
 class _Server:

@@ -1,6 +1,7 @@
 """File actions, on every substrate. Bytes in, bytes out; a file's trouble is an exception of its own kind."""
 
 import asyncio
+import contextlib
 import os
 import stat
 import time
@@ -112,7 +113,7 @@ async def test_a_directory_is_no_file_and_a_file_no_directory(box):
 
 async def test_no_permission_is_said_so(box, isolated):
     """The worker acts with the workload's own rights, no others."""
-    await box.write("locked", b"x", mode=0o000)
+    await box.shell("echo x >locked; chmod 000 locked")
 
     with pytest.raises(PermissionError):
         await box.read("locked")
@@ -206,7 +207,7 @@ async def test_paths_stay_inside_the_sandbox(box, isolated, tmp_path):
     for path in ("s", str(secret), "../../../../../.." + str(secret)):
         with pytest.raises(untax.NotFound):
             await box.read(path)
-    with pytest.raises(untax.UntaxError):
+    with contextlib.suppress(untax.FileError):  # or it lands inside
         await box.write(f"../../../../..{secret}", b"changed")
     assert secret.read_text() == "host"
 

@@ -42,7 +42,7 @@ async def test_e2_only_the_sandbox_s_own_processes_are_seen(box):
     result = await box.shell("cat /proc/1/comm; for p in /proc/[0-9]*; do echo ${p#/proc/} $(cat $p/comm); done")
     lines = result.text.splitlines()
 
-    assert lines[0] == "cell"
+    assert lines[0].startswith("cell")
     seen = {int(line.split()[0]) for line in lines[1:]}
     assert len(seen) <= 6, lines
     assert max(seen) < 1000
@@ -294,8 +294,8 @@ async def test_e19_nothing_can_be_typed_into_a_terminal(box):
     code = "import fcntl,sys\nfor n in (0x5412, 0x541C):\n    try:\n        fcntl.ioctl(0, n, b'x'); print('typed')\n    except OSError as e: print('no')\n"
     assert (await python(box, code)).text == "no\nno\n"
 
-    process = await box.start(["python3", "-c", code], pty=True)
-    said = b"".join([data async for data in process.output()]) if hasattr(process, "output") else (await process.wait()).stdout
+    process = await box.pty(["python3", "-c", code])
+    said = (await process.wait()).stdout
     assert b"typed" not in said
     assert said.count(b"no") == 2
 

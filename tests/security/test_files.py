@@ -72,7 +72,7 @@ async def test_f5_odd_names_and_wrong_kinds(box):
         await box.write(b"x" * 256, b"")
     await box.mkdir("dir")
     await box.write("file", b"")
-    await box.write("locked", b"secret", mode=0o000)
+    await box.shell("echo secret >locked; chmod 000 locked")
     with pytest.raises(IsADirectoryError):
         await box.read("dir")
     with pytest.raises(NotADirectoryError):
