@@ -368,6 +368,15 @@ class BlockingChannel:
 
     def _wait(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         """Until `is_ready` (or the call is finished). `TimeoutError` at the deadline, `SandboxLost` at the channel's end."""
+        try:
+            self._wait_in_turn(entry, is_ready, deadline)
+        finally:
+            # Whoever leaves may have been the one that a resigning leader woke to read on.
+            if self._followers and not self._is_read:
+                with self._lock:
+                    self._wake_another()
+
+    def _wait_in_turn(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         call = entry.call
         while True:
             with self._lock:
@@ -408,10 +417,17 @@ class BlockingChannel:
     def _resign(self) -> None:
         with self._lock:
             self._is_read = False
-            for entry in self._followers:
+            self._wake_another()
+
+    def _wake_another(self) -> None:
+        """Let one that still waits read on. One whose answer is there already would only leave."""
+        if self._is_read:
+            return
+        for entry in self._followers:
+            if not entry.call.finished:
                 assert entry.changed is not None
                 entry.changed.notify()
-                break
+                return
 
     def _limit_receive(self, left: float) -> None:
         """Let `recv` return after `left` seconds at the latest: an option of the socket saves a poll for each read."""
