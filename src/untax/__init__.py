@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # as in typing, whose import would take longer than all of the rest
 if TYPE_CHECKING:
     from untax.batch import Batch
     from untax.box import Box
@@ -120,7 +118,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module 'untax' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME.get(name, _ERRORS)), name)
+    from importlib import import_module
+
+    value: object = getattr(import_module(_HOME.get(name, _ERRORS)), name)
     globals()[name] = value
     return value
 

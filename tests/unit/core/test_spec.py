@@ -61,7 +61,10 @@ def test_a_mistake_is_a_usage_error(fields):
         EnvSpec(**fields)
 
 
-@pytest.mark.parametrize("pattern", ["index.example.org:443", "*.example.com:*", "*:443", "10.0.0.1:80", "[::1]:8080", "localhost:*", "10.0.0.0/8:*", "[fd00::/8]:443"])
+@pytest.mark.parametrize(
+    "pattern",
+    ["index.example.org:443", "*.example.com:*", "*:443", "10.0.0.1:80", "[::1]:8080", "localhost:*", "10.0.0.0/8:*", "[fd00::/8]:443"],
+)
 def test_patterns_of_destinations(pattern):
     assert EnvSpec(network=(pattern,)).network == (pattern,)
 
