@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -97,11 +98,24 @@ static bool no_room_in(const char *path) {
     return statvfs(path, &s) == 0 && s.f_blocks && !s.f_bavail;
 }
 
+// A file without a name where the file system knows none, as overlay before Linux 6.3. The name is taken away at once.
+static int open_probe(void) {
+    char path[PATH_MAX];
+    if (snprintf(path, sizeof path, "%s/.untax-probe-%d", workdir, getpid()) >= (int)sizeof path) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    int fd = open(path, O_CREAT | O_EXCL | O_NOFOLLOW | O_WRONLY | O_CLOEXEC, 0600);
+    if (fd >= 0) unlink(path);
+    return fd;
+}
+
 // Tries rather than asks: quotas do not show in statvfs.
 static bool write_fails(void) {
     static char block[PROBE_SIZE];  // not const: 64 KiB less in the file
     block[0] = 1;
     autoclose int fd = open(workdir, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
+    if (fd < 0 && errno == EOPNOTSUPP) fd = open_probe();
     if (fd < 0) return errno == ENOSPC || errno == EDQUOT;
     for (size_t left = sizeof block; left;) {
         ssize_t n = write(fd, block, left);
