@@ -192,12 +192,12 @@ static int shift_layer(struct mounts *m, int layer, int userns, unsigned n, char
 
 // Before Linux 6.5 overlay takes any option without a word and refuses the mount later.
 static bool accepts_nonsense(void) {
-    static int known = -1;
-    if (known < 0) {
+    static int answer = -1;
+    if (answer < 0) {
         autoclose int fs = k_fsopen("overlay");
-        known = fs >= 0 && !k_fsconfig(fs, K_FSCONFIG_FLAG, "untax", NULL);
+        answer = fs >= 0 && !k_fsconfig(fs, K_FSCONFIG_FLAG, "untax", NULL);
     }
-    return known;
+    return answer;
 }
 
 // All layers in one string, which fsconfig limits to 255 bytes: as older kernels want it.
