@@ -23,8 +23,8 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     cycle_s: list[float] = []
     with tempfile.TemporaryDirectory(prefix="untax-bench-") as place:
         state = Path(place)
-        async with _measure.engine_on(substrate, state):
-            pass  # the first one lays out the state directory
+        async with _measure.engine_on(substrate, state) as engine, engine.lease(_measure.spec_for(substrate)):
+            pass  # the first use lays out the state directory and keeps its image for the next
         outset = _census.take(state)
         async with _measure.engine_on(substrate, state) as engine:
             spec = _measure.spec_for(substrate)
