@@ -296,7 +296,7 @@ class NamespaceSandbox:
         try:
             await self._launcher.request(wire.ENTER, struct.pack("<I", self._handle) + pack(user) + pack(user if name is None else name))
         except LauncherRefused as exc:
-            if exc.step == "user" and exc.error == errno.EPERM:
+            if user and exc.step in ("user", "namespaces") and exc.error == errno.EPERM and os.geteuid() != 0:
                 raise UsageError(
                     f"user {user!r}: an engine of an ordinary user has one user id for its sandboxes; run the engine as root"
                 ) from exc
