@@ -99,6 +99,7 @@ async def test_x1_what_a_killed_engine_left_is_gone_after_the_next_start(name, t
 async def test_files_nobody_may_read_are_removed_with_their_sandbox(engine, tmp_path):
     async with engine.lease() as box:
         await box.shell("mkdir -p a/b/c; touch a/b/c/f; chmod 000 a/b/c a/b a")
+    await engine.aclose()
     assert [p for p in (tmp_path / "state").rglob("sbx-*") if p.is_dir()] == []
 
 

@@ -161,9 +161,12 @@ def _remove(path: Path) -> None:
     """Also what a workload made unreadable: as its owner we may change the modes of directories."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
-        for directory, _, _ in os.walk(path):
-            with contextlib.suppress(OSError):
-                os.chmod(directory, 0o700, follow_symlinks=False)
+        os.chmod(path, 0o700)
+        for directory, children, _ in os.walk(path):
+            for child in children:  # before the walk goes down into it
+                name = os.path.join(directory, child)
+                if not os.path.islink(name):
+                    os.chmod(name, 0o700)
         shutil.rmtree(path, ignore_errors=True)
 
 
