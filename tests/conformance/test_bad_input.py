@@ -109,7 +109,9 @@ async def test_a_lone_surrogate_is_refused_and_other_text_is_not(box):
 
 
 @pytest.mark.parametrize(
-    "image", ["no-such-image", "dir:/no/such/directory", "dir:relative", "dir:", "--privileged", ";reboot", "$(id)", "a\nb", "-v/:/host"], ids=repr
+    "image",
+    ["no-such-image", "dir:/no/such/directory", "dir:relative", "dir:", "--privileged", ";reboot", "$(id)", "a\nb", "-v/:/host"],
+    ids=repr,
 )
 async def test_an_unknown_image_is_refused_with_its_name(engine, spec, image):
     with pytest.raises(untax.UntaxError) as caught:
