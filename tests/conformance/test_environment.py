@@ -18,8 +18,26 @@ async def test_the_environment_is_built_and_not_inherited(box, monkeypatch):
     found = variables(await box.run(["env", "-0"]))
 
     assert "UNTAX_TEST_SECRET" not in found
-    assert not set(found) & (set(os.environ) - {"PATH", "HOME", "USER", "LANG", "TERM", "SHELL", "PAGER", "PWD", "SHLVL", "_",
-                                                "GIT_PAGER", "GIT_TERMINAL_PROMPT", "DEBIAN_FRONTEND", "PIP_NO_INPUT", "LOGNAME"})
+    assert not set(found) & (
+        set(os.environ)
+        - {
+            "PATH",
+            "HOME",
+            "USER",
+            "LANG",
+            "TERM",
+            "SHELL",
+            "PAGER",
+            "PWD",
+            "SHLVL",
+            "_",
+            "GIT_PAGER",
+            "GIT_TERMINAL_PROMPT",
+            "DEBIAN_FRONTEND",
+            "PIP_NO_INPUT",
+            "LOGNAME",
+        }
+    )
 
 
 async def test_the_base_environment_suits_programs_without_a_terminal(box):
