@@ -28,9 +28,7 @@ async def test_output_beyond_the_cap_keeps_both_ends(box):
 
 async def test_both_streams_can_be_flooded_in_turn(box):
     """Neither pipe is left full while the other one is read."""
-    result = await box.shell(
-        "for i in $(seq 50); do head -c 262144 /dev/zero; head -c 262144 /dev/zero >&2; done", timeout_s=60
-    )
+    result = await box.shell("for i in $(seq 50); do head -c 262144 /dev/zero; head -c 262144 /dev/zero >&2; done", timeout_s=60)
 
     assert (result.outcome, result.exit_code) == ("exited", 0)
     assert len(result.stdout) + result.dropped_stdout == 50 * 262144
