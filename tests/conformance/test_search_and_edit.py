@@ -87,7 +87,9 @@ async def test_symbols_are_those_of_the_syntax(box):
 
 
 async def test_a_search_skips_what_is_no_text(box):
-    await box.shell("mkdir d; printf 'needle\\0bin' >d/bin; mkfifo d/pipe; ln -s /dev/zero d/zero; echo needle >d/t; mkdir d/locked; chmod 0 d/locked")
+    await box.shell(
+        "mkdir d; printf 'needle\\0bin' >d/bin; mkfifo d/pipe; ln -s /dev/zero d/zero; echo needle >d/t; mkdir d/locked; chmod 0 d/locked"
+    )
     found = await box.search("needle", "d", timeout_s=10)
 
     assert "t" in [m.path.rsplit("/", 1)[-1] for m in found.matches]
