@@ -11,7 +11,7 @@ import untax
 async def test_directory_variables_and_functions_last(box):
     async with box.session() as bash:
         await bash.run("mkdir -p sub && cd sub && export X=1 Y='a b' && f() { echo \"f:$1:$X\"; }")
-        result = await bash.run("echo ${PWD##*/}; f \"$Y\"")
+        result = await bash.run('echo ${PWD##*/}; f "$Y"')
 
     assert result.text == "sub\nf:a b:1\n"
 
@@ -48,7 +48,7 @@ async def test_an_unfinished_text_does_not_wait_for_more(box, text):
 async def test_commands_in_a_session_read_end_of_file(box):
     """Nothing can swallow what the session is told next."""
     async with box.session() as bash:
-        result = await bash.run("cat; read x; echo \"[$x]\"", timeout_s=5)
+        result = await bash.run('cat; read x; echo "[$x]"', timeout_s=5)
         after = await bash.run("echo still here")
 
     assert result.text == "[]\n"
