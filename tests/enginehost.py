@@ -91,9 +91,7 @@ async def engine_host(
     stderr: int | None = None,
 ) -> AsyncIterator[EngineHost]:
     """A started engine in another process; whatever happened to it, the process is gone at the end."""
-    settings = json.dumps(
-        {"state_dir": str(state_dir), "substrate": substrate, "hosts": hosts or {}, "options": options or {}}
-    )
+    settings = json.dumps({"state_dir": str(state_dir), "substrate": substrate, "hosts": hosts or {}, "options": options or {}})
     paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     process = await asyncio.create_subprocess_exec(
         *prefix,
