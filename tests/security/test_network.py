@@ -76,7 +76,9 @@ async def test_n3_no_address_of_the_host_is_reached(box):
 
 async def test_n4_names_do_not_resolve(box):
     began = time.monotonic()
-    result = await box.shell("getent hosts peer.test; echo $?; python3 -c \"import socket; socket.gethostbyname('peer.test')\" 2>&1 | tail -1", timeout_s=10)
+    result = await box.shell(
+        "getent hosts peer.test; echo $?; python3 -c \"import socket; socket.gethostbyname('peer.test')\" 2>&1 | tail -1", timeout_s=10
+    )
 
     assert result.text.splitlines()[0] != "0"
     assert "gaierror" in result.text
@@ -116,7 +118,9 @@ async def test_n7_with_a_list_neighbours_and_private_ranges_stay_closed(engine, 
     assert peer.peers == []
 
 
-@pytest.mark.parametrize("form", ["127.0.0.2", "2130706434", "0x7f000002", "017700000002", "[::ffff:127.0.0.2]", "127.2", "[::ffff:7f00:2]"])
+@pytest.mark.parametrize(
+    "form", ["127.0.0.2", "2130706434", "0x7f000002", "017700000002", "[::ffff:127.0.0.2]", "127.2", "[::ffff:7f00:2]"]
+)
 async def test_n7_no_spelling_of_an_address_gets_around_the_rule(engine, peer, form):
     """Under `all`, loopback and private ranges of the host stay closed, however they are written."""
     async with engine.lease(network="all") as box:
@@ -269,7 +273,10 @@ async def test_n10_nothing_secret_is_in_the_proxy_variables(engine):
 
 async def test_n11_the_sandbox_s_own_loopback_works(box):
     server = await box.start(["python3", "-m", "http.server", "8000"])
-    result = await box.shell("for i in $(seq 300); do (echo >/dev/tcp/127.0.0.1/8000) 2>/dev/null && break; sleep 0.02; done; curl -s localhost:8000 | head -1", timeout_s=20)
+    result = await box.shell(
+        "for i in $(seq 300); do (echo >/dev/tcp/127.0.0.1/8000) 2>/dev/null && break; sleep 0.02; done; curl -s localhost:8000 | head -1",
+        timeout_s=20,
+    )
     await server.signal(9)
 
     assert "<!DOCTYPE" in result.text
