@@ -88,7 +88,9 @@ async def test_p7_orphans_are_reaped(box):
         "        for _ in range(5):\n            if not os.fork(): os._exit(0)\n        os._exit(0)\n    os.waitpid(pid, 0)\n",
     )
     assert result.exit_code == 0
-    zombies = await box.shell("for i in $(seq 100); do n=$(cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z '); [ $n = 0 ] && break; sleep 0.01; done; echo $n")
+    zombies = await box.shell(
+        "for i in $(seq 100); do n=$(cat /proc/[0-9]*/stat 2>/dev/null | grep -c ') Z '); [ $n = 0 ] && break; sleep 0.01; done; echo $n"
+    )
 
     assert zombies.text == "0\n"
 
@@ -106,7 +108,11 @@ async def test_p8_python_killing_every_pid_one_by_one(box):
     """Also the worker, which has the workload's own identity, may be hit; the answer is a result or a typed loss, soon."""
     began = time.monotonic()
     try:
-        await python(box, "import os\nfor p in range(2, 400):\n    if p != os.getpid():\n        try: os.kill(p, 9)\n        except OSError: pass\n", timeout_s=10)
+        await python(
+            box,
+            "import os\nfor p in range(2, 400):\n    if p != os.getpid():\n        try: os.kill(p, 9)\n        except OSError: pass\n",
+            timeout_s=10,
+        )
         assert (await box.run(["echo", "here"], timeout_s=5)).stdout == b"here\n"
         assert await box.read("/proc/self/comm")
     except untax.SandboxLost:
@@ -172,7 +178,11 @@ async def test_p14_what_cannot_run_is_told_like_a_shell_does(box):
 
 
 async def test_p15_long_arguments_are_refused_or_run(box):
-    for argv, env in ((["echo", "x" * (200 << 10)], None), (["echo", *["y" * 100_000] * 30], None), (["echo"], {f"V{n}": "z" * 100_000 for n in range(30)})):
+    for argv, env in (
+        (["echo", "x" * (200 << 10)], None),
+        (["echo", *["y" * 100_000] * 30], None),
+        (["echo"], {f"V{n}": "z" * 100_000 for n in range(30)}),
+    ):
         with pytest.raises(untax.UsageError):
             await box.run(argv, env=env)
     assert (await box.run(["echo", "alive"])).stdout == b"alive\n"
@@ -234,7 +244,9 @@ async def test_p22_a_reaper_of_its_own_hides_nothing(box):
         "if not os.fork():\n    os.setsid()\n    if not os.fork(): os.execvp('sleep', ['sleep', '1022'])\n    os._exit(0)\n"
         "open('up', 'w').write('x'); os.execvp('sleep', ['sleep', '1023'])\n"
     )
-    await box.shell("nohup python3 -c \"$CODE\" >/dev/null 2>&1 & for i in $(seq 300); do [ -s up ] && break; sleep 0.01; done", env={"CODE": code})
+    await box.shell(
+        'nohup python3 -c "$CODE" >/dev/null 2>&1 & for i in $(seq 300); do [ -s up ] && break; sleep 0.01; done', env={"CODE": code}
+    )
     assert await is_running(box, "1022")
     await box.reset()
 
