@@ -130,7 +130,9 @@ async def test_r8_temporary_memory_is_capped_and_charged(box, enforced):
 
 
 async def test_r9_descriptors_end_at_the_limit(box):
-    result = await python(box, "l=[]\ntry:\n    for _ in range(10**6): l.append(open('/dev/null'))\nexcept OSError as e: print(e.errno, len(l))")
+    result = await python(
+        box, "l=[]\ntry:\n    for _ in range(10**6): l.append(open('/dev/null'))\nexcept OSError as e: print(e.errno, len(l))"
+    )
     number, count = result.text.split()
 
     assert number == "24"
@@ -203,7 +205,9 @@ async def test_r13_a_million_empty_entries_are_refused(box):
 
 async def test_r14_terminals_are_limited_per_sandbox(box):
     result = await python(
-        box, "import os\nl=[]\ntry:\n    for _ in range(5000): l.append(os.openpty())\nexcept OSError as e: print(len(l), e.errno)", timeout_s=60
+        box,
+        "import os\nl=[]\ntry:\n    for _ in range(5000): l.append(os.openpty())\nexcept OSError as e: print(len(l), e.errno)",
+        timeout_s=60,
     )
     here = os.openpty()  # the host can still open one
     [os.close(fd) for fd in here]
