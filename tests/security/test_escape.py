@@ -294,7 +294,7 @@ async def test_e19_nothing_can_be_typed_into_a_terminal(box):
     code = "import fcntl,sys\nfor n in (0x5412, 0x541C):\n    try:\n        fcntl.ioctl(0, n, b'x'); print('typed')\n    except OSError as e: print('no')\n"
     assert (await python(box, code)).text == "no\nno\n"
 
-    process = await box.pty(["python3", "-c", code])
+    process = await box.start(["python3", "-c", code], pty=True)
     said = (await process.wait()).stdout
     assert b"typed" not in said
     assert said.count(b"no") == 2
