@@ -43,8 +43,8 @@ enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP };
 
 struct launcher L;  // set up by launcher_main: an initialiser would put all of it into the file
 
-// What an epoll event is about: the engine, or a box's pidfd or status pipe.
-enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS };
+// What an epoll event is about: the engine, a box's pidfd or status pipe, or the status pipe of a worker that enters one.
+enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS, SRC_ENTRY };
 static uint64_t tag(enum source s, uint32_t handle) { return (uint64_t)s << 32 | handle; }
 
 static void watch(int fd, uint64_t what) {
@@ -67,7 +67,7 @@ void launcher_send(struct wr *w, const int *fds, size_t count) {
     wr_free(w);
 }
 
-static void answer_ok(uint32_t seq) {
+void launcher_done(uint32_t seq) {
     struct wr w = launcher_answer(seq, 0);
     launcher_send(&w, NULL, 0);
 }
@@ -79,7 +79,7 @@ void launcher_refuse(uint32_t seq, const char *step, int error) {
     launcher_send(&w, NULL, 0);
 }
 
-static struct box *find(uint32_t handle) {
+struct box *launcher_find(uint32_t handle) {
     struct box *b = L.boxes[handle & (BOXES_MAX - 1)];
     return b && b->handle == handle ? b : NULL;
 }
@@ -97,6 +97,7 @@ void launcher_watch(struct box *b) {
     watch(b->pidfd, tag(SRC_BOX, b->handle));
     watch(b->status, tag(SRC_STATUS, b->handle));
 }
+void launcher_watch_entry(int fd, uint32_t index) { watch(fd, tag(SRC_ENTRY, index)); }
 
 // ---- ending ----
 
@@ -129,7 +130,7 @@ static void bury(struct box *b) {
     L.boxes[b->handle & (BOXES_MAX - 1)] = NULL;
     if (b->status >= 0) on_status(b);
     if (b->destroy_seq) {
-        answer_ok(b->destroy_seq);
+        launcher_done(b->destroy_seq);
     } else {
         struct wr w = launcher_answer(0, 2);
         wr_u32(&w, b->handle);
@@ -147,9 +148,9 @@ static void end_box(struct box *b) {
 }
 
 static void on_destroy(uint32_t seq, struct rd *r) {
-    struct box *b = find(rd_u32(r));
+    struct box *b = launcher_find(rd_u32(r));
     if (!b) {
-        answer_ok(seq);  // it died by itself and has been told
+        launcher_done(seq);  // it died by itself and has been told
         return;
     }
     b->destroy_seq = seq;
@@ -159,46 +160,12 @@ static void on_destroy(uint32_t seq, struct rd *r) {
 
 // ---- the other requests ----
 
-static void on_enter(uint32_t seq, struct rd *r) {
-    struct box *b = find(rd_u32(r));
-    char *user = launcher_text(rd_name(r)), *name = launcher_text(rd_name(r));
-    int pair[2], status[2];
-    if (!b || !user || !name || !rd_done(r) || strlen(user) > 64) {
-        launcher_refuse(seq, "sandbox", b ? EINVAL : ESRCH);
-    } else if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) {
-        launcher_refuse(seq, "sockets", errno);
-    } else {
-        struct entry e = {.in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = pair[1], .user = user,
-                          .workdir = b->workdir, .disk_bytes = b->disk_bytes, .pids = b->pids};
-        pid_t pid = -1;
-        if (!cg_box_open(b->id, &e.cg) && !pipe2(status, O_CLOEXEC)) {
-            e.status = status[1];
-            pid = fork();
-            if (!pid) sandbox_enter(&e);
-            close(status[1]);
-            // The children hold the writing end until the worker stands or has said why not.
-            struct setup_failure f = {.error = errno};
-            ssize_t n = pid < 0 ? -1 : read(status[0], &f, sizeof f);
-            close(status[0]);
-            if (pid > 0) waitpid(pid, NULL, 0);
-            if (pid < 0 || n == (ssize_t)sizeof f) launcher_refuse(seq, pid < 0 ? "worker" : f.step, f.error);
-            else if (io_send_fds(b->control, name, strlen(name), &pair[0], 1) < 0) launcher_refuse(seq, "worker", errno);
-            else answer_ok(seq);
-        } else {
-            launcher_refuse(seq, "pipe", errno);
-        }
-        cg_box_close(&e.cg);
-        close(pair[0]), close(pair[1]);
-    }
-    free(user), free(name);
-}
-
 static void on_freeze(uint32_t seq, struct rd *r) {
-    struct box *b = find(rd_u32(r));
+    struct box *b = launcher_find(rd_u32(r));
     bool on = rd_u8(r);
     if (!b) launcher_refuse(seq, "sandbox", ESRCH);
     else if (cg_box_freeze(b->id, on)) launcher_refuse(seq, "freeze", errno);
-    else answer_ok(seq);
+    else launcher_done(seq);
 }
 
 static void on_sweep(uint32_t seq, struct rd *r) {
@@ -206,7 +173,7 @@ static void on_sweep(uint32_t seq, struct rd *r) {
     char *name = launcher_valid_id(run) ? launcher_text(run) : NULL;
     if (!name) launcher_refuse(seq, "request", EINVAL);
     else if (!cg_sweep(name)) launcher_refuse(seq, "control groups of a dead engine", EBUSY);
-    else answer_ok(seq);
+    else launcher_done(seq);
     free(name);
 }
 
@@ -226,10 +193,12 @@ static int become_userns_root(void) {
 
 static const char *configure(const char *run, const char *dir, const char *image, unsigned first, unsigned ranges, char *why, size_t size) {
     const char *step;
-    L.in_userns = geteuid() != 0;
+    if (L.userns_error) {
+        errno = L.userns_error;
+        return "user namespace";
+    }
     cg_open(run);
-    if (L.in_userns ? become_userns_root() : unshare(CLONE_NEWNS)) return L.in_userns ? "user namespace" : "mount namespace";
-    if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL)) return "mount namespace";
+    if ((!L.in_userns && unshare(CLONE_NEWNS)) || mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL)) return "mount namespace";
     if (disk_open(dir, L.in_userns ? "" : image, why, size)) return "state directory";
     char stage[4200];
     snprintf(stage, sizeof stage, "%s/mnt", dir);
@@ -280,7 +249,7 @@ static bool on_packet(void) {
     case OP_CONFIG: on_config(seq, &r); break;
     case OP_CREATE: launcher_create(seq, &r); break;
     case OP_DESTROY: on_destroy(seq, &r); break;
-    case OP_ENTER: on_enter(seq, &r); break;
+    case OP_ENTER: launcher_enter(seq, &r); break;
     case OP_FREEZE: on_freeze(seq, &r); break;
     case OP_SWEEP: on_sweep(seq, &r); break;
     default: launcher_refuse(seq, "request", EINVAL);
@@ -305,7 +274,7 @@ static int on_quiet(void) {
     retry_leftovers();
     sweep_trash();
     if (slots_prepare()) return 0;
-    return L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
+    return launcher_entering() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
 }
 
 static void serve(void) {
@@ -315,11 +284,13 @@ static void serve(void) {
         int n = epoll_wait(L.epoll, events, 64, wait_ms);
         if (n < 0 && errno != EINTR) return;
         for (int i = 0; i < n; i++) {
-            struct box *b = find((uint32_t)events[i].data.u64);
+            struct box *b = launcher_find((uint32_t)events[i].data.u64);
             if (events[i].data.u64 >> 32 == SRC_BOX && b) bury(b);
             else if (events[i].data.u64 >> 32 == SRC_STATUS && b && b->status >= 0) on_status(b);
+            else if (events[i].data.u64 >> 32 == SRC_ENTRY) launcher_entered((uint32_t)events[i].data.u64);
             else if (events[i].data.u64 >> 32 == SRC_ENGINE && !on_packet()) return;
         }
+        launcher_entering();
         // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
         if (L.buried && n < 2) slots_prepare();
         L.buried = false;
@@ -335,7 +306,7 @@ static void close_all(void) {
     for (unsigned i = 0; i < BOXES_MAX; i++) {
         struct epoll_event e;
         while (L.boxes[i] && io_now_ns() < until)
-            if (epoll_wait(L.epoll, &e, 1, 100) == 1 && e.data.u64 >> 32 == SRC_BOX && find((uint32_t)e.data.u64)) bury(find((uint32_t)e.data.u64));
+            if (epoll_wait(L.epoll, &e, 1, 100) == 1 && e.data.u64 >> 32 == SRC_BOX && launcher_find((uint32_t)e.data.u64)) bury(launcher_find((uint32_t)e.data.u64));
     }
     retry_leftovers();
     cg_close();
@@ -344,7 +315,7 @@ static void close_all(void) {
 }
 
 // The running program becomes a sealed copy in memory, so that no way through /proc can ever reach the file on the host.
-static void seal_program(char **argv) {
+static void seal_program(char **argv, const char *how) {
     autoclose int self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
     autoclose int copy = memfd_create("cell", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     struct stat st;
@@ -352,8 +323,9 @@ static void seal_program(char **argv) {
     for (off_t at = 0; at < st.st_size;)
         if (sendfile(copy, self, &at, (size_t)(st.st_size - at)) <= 0) return;
     if (fcntl(copy, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) return;
-    char *args[] = {argv[0], argv[1], argv[2], "sealed", NULL}, *env[] = {NULL};
-    fexecve(copy, args, env);  // a host that forbids this (vm.memfd_noexec) runs the file itself
+    char *args[] = {argv[0], argv[1], argv[2], (char *)(uintptr_t)how, NULL}, *env[] = {NULL};
+    fexecve(copy, args, env);
+    fexecve(self, args, env);  // a host that forbids the copy (vm.memfd_noexec) runs the file itself
 }
 
 static void raise_file_limit(void) {
@@ -365,7 +337,16 @@ static void raise_file_limit(void) {
 
 int launcher_main(int argc, char **argv) {
     if (argc < 3) return 2;
-    if (argc == 3) seal_program(argv);
+    if (argc == 3) {
+        // The user namespace comes before the exec: memory belongs to the namespace in which its program was started, and only
+        // who has rights there may later enter the sandboxes, which cannot be looked into otherwise.
+        const char *how = geteuid() == 0 ? "root" : become_userns_root() ? "failed" : "userns";
+        L.userns_error = strcmp(how, "failed") ? 0 : errno;
+        if (!L.userns_error) seal_program(argv, how);
+        L.in_userns = !strcmp(how, "userns");
+    } else {
+        L.in_userns = !strcmp(argv[3], "userns");
+    }
     L.sweeper = -1;
     L.engine = atoi(argv[2]);
     L.epoll = epoll_create1(EPOLL_CLOEXEC);

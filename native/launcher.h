@@ -31,6 +31,7 @@ struct box {
 extern struct launcher {
     int engine, epoll;
     bool in_userns, ready;
+    int userns_error;               // why an ordinary user cannot have sandboxes; 0: nothing is wrong
     struct mounts mounts;
     struct box *boxes[BOXES_MAX];
     uint32_t generation;
@@ -43,8 +44,11 @@ extern struct launcher {
 struct wr launcher_answer(uint32_t seq, uint8_t status);
 void launcher_send(struct wr *w, const int *fds, size_t count);
 void launcher_refuse(uint32_t seq, const char *step, int error);
+void launcher_done(uint32_t seq);  // answers that it is done, with nothing more to say
+struct box *launcher_find(uint32_t handle);
 // From now on its end is noticed, and what its set-up has to say.
 void launcher_watch(struct box *b);
+void launcher_watch_entry(int fd, uint32_t index);
 void launcher_free(struct box *b);
 // A NUL-terminated copy; the caller frees.
 char *launcher_text(struct span s);
@@ -53,5 +57,10 @@ bool launcher_valid_id(struct span s);
 
 // In create.c: answers with a handle, the first process and its channel, or with the step that failed.
 void launcher_create(uint32_t seq, struct rd *r);
+
+// In enter.c: answers when the worker stands and its agent has been told, with the step that failed, or after a while.
+void launcher_enter(uint32_t seq, struct rd *r);
+void launcher_entered(uint32_t index);  // its status pipe is readable
+bool launcher_entering(void);           // true while any are on their way; gives up on those that take too long
 
 #endif
