@@ -209,7 +209,7 @@ class NamespaceSubstrate:
         handle, pid = struct.unpack_from("<II", answer.fields)
         if answer.fd is None:
             raise BackendError(sandbox_id, "the launcher gave no channel")
-        facts = Facts(workdir=WORKDIR, home=HOME, user="user", path=path) if path else Facts(workdir=WORKDIR, home=HOME, user="user")
+        facts = _facts(spec, path)
         sandbox = NamespaceSandbox(self, launcher, sandbox_id, handle, pid, socket.socket(fileno=answer.fd), facts, self._unenforced)
         self._live[handle] = sandbox
         if spec.user is not None and spec.user not in ("user", "1000"):
@@ -337,6 +337,13 @@ class NamespaceSandbox:
             pass  # the launcher is gone, and the kernel ended its sandboxes with it
         self._dead.set()
         self._substrate.forget(self._handle)
+
+
+def _facts(spec: EnvSpec, path: str | None) -> Facts:
+    user = spec.user or "user"
+    home = "/root" if user in ("root", "0") else HOME
+    workdir = spec.workdir or WORKDIR
+    return Facts(workdir, home, user, path) if path else Facts(workdir, home, user)
 
 
 # ---- the host ----
