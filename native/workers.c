@@ -134,17 +134,23 @@ static struct worker *fork_worker(const char *user, size_t size, const struct id
 #endif
 }
 
-// A packet from the launcher: the user's name, and the worker's socket beside it.
+// Packets from the launcher: a user's name, and the worker's socket beside it.
+static void take_workers(void) {
+    while (control.fd >= 0) {
+        char user[USER_MAX];
+        int fds[FDS_MAX];
+        size_t count = 0;
+        ssize_t n = io_recv_fds(control.fd, user, sizeof user, fds, &count);
+        if (n < 0 && errno == EAGAIN) return;
+        for (size_t i = 1; i < count; i++) close(fds[i]);
+        if (n < 0 || (n == 0 && !count)) source_close(&control);
+        if (count) adopt(fds[0], user, n > 0 ? (size_t)n : 0, 0);
+    }
+}
+
 static void on_control(struct source *s, uint32_t events) {
-    (void)events;
-    char user[USER_MAX];
-    int fds[FDS_MAX];
-    size_t count = 0;
-    ssize_t n = io_recv_fds(s->fd, user, sizeof user, fds, &count);
-    if (n < 0 && errno == EAGAIN) return;
-    if (count) adopt(fds[0], user, n > 0 ? (size_t)n : 0, 0);
-    for (size_t i = 1; i < count; i++) close(fds[i]);
-    if (n < 0 || (n == 0 && !count)) source_close(s);
+    (void)s, (void)events;
+    take_workers();
 }
 
 bool workers_open(const struct agent_opts *opts) {
@@ -153,7 +159,7 @@ bool workers_open(const struct agent_opts *opts) {
     workdir = strdup(opts->workdir ? opts->workdir : "/");
     source_init(&control, opts->control_fd, on_control);
     if (!workdir) return false;
-    if (opts->control_fd >= 0) source_want(&control, EPOLLIN);
+    if (opts->control_fd >= 0 && (!io_nonblocking(opts->control_fd) || !source_want(&control, EPOLLIN))) return false;
     if (opts->worker_fd >= 0) return adopt(opts->worker_fd, "", 0, 0) != NULL;
     bool ok = fork_worker("", 0, NULL) != NULL;
     struct rlimit most = {files_limit.rlim_max, files_limit.rlim_max};
@@ -198,6 +204,9 @@ bool worker_live(const struct worker *w) { return w->live; }
 struct worker *worker_for(struct request *r, struct span user) {
     const char *name = (const char *)user.at;
     struct worker *w = find(name, user.size);
+    if (w && w->live) return w;
+    take_workers();  // the one asked for may have arrived just before this request and not been seen yet
+    w = find(name, user.size);
     if (w && w->live) return w;
     if (user.size >= USER_MAX) {
         request_fail(r, E_GONE, 0, "no such user");
