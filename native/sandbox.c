@@ -87,10 +87,10 @@ static int new_pts(void) {
 // Puts a view of `source` over `target`; both are in this namespace and neither was made by the workload.
 static int cover(const char *source, const char *target, bool read_only) {
     autoclose int tree = k_open_tree(AT_FDCWD, source, K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC);
-    if (tree < 0) return errno == ENOENT ? 0 : -1;  // this kernel has no such entry
     struct k_mount_attr attr = {.set = K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV | K_ATTR_NOEXEC};
-    if (read_only && k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr)) return -1;
-    return attach(tree, target);
+    if (tree >= 0 && read_only && k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr)) return -1;
+    if (tree >= 0 && !attach(tree, target)) return 0;
+    return errno == ENOENT ? 0 : -1;  // this kernel has no such entry
 }
 
 // The paths container runtimes hide or protect. /dev and the empty /dev/shm are ours: what covers an entry is never the workload's.
@@ -99,9 +99,9 @@ static int protect_proc(void) {
     static const char *const dirs[] = {"/proc/acpi", "/proc/asound", "/proc/scsi"};
     static const char *const fixed[] = {"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"};
     for (size_t i = 0; i < sizeof files / sizeof *files; i++)
-        if (!access(files[i], F_OK) && cover("/dev/null", files[i], false)) return -1;
+        if (cover("/dev/null", files[i], false)) return -1;
     for (size_t i = 0; i < sizeof dirs / sizeof *dirs; i++)
-        if (!access(dirs[i], F_OK) && cover("/dev/shm", dirs[i], false)) return -1;
+        if (cover("/dev/shm", dirs[i], false)) return -1;
     for (size_t i = 0; i < sizeof fixed / sizeof *fixed; i++)
         if (cover(fixed[i], fixed[i], true)) return -1;
     return 0;
@@ -169,22 +169,34 @@ static void drop_bounding(uint32_t keep) {
     }
 }
 
-// The launcher's credentials end here. The limits come after the user namespace, within which the kernel counts processes. In an ordinary user's sandbox there is one id and it is everybody's.
+// Nobody may look into this process. First of all, and not last: an ordinary user's workload has its user id from the start, and could trace
+// one that has given up its capabilities and has no filter yet.
+static void hide(void) {
+    if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) fail("dumpable");
+}
+
 struct bounds {
     uint64_t disk_bytes;
     uint32_t pids;
 };
 
-static void become(int userns, bool in_userns, uid_t uid, gid_t gid, uint32_t keep, struct bounds bounds) {
+// What holds for every process of a sandbox alike, and is inherited: the first process does it once, before it forks the worker. The limits come
+// after the user namespace, within which the kernel counts processes. Of what follows only a change of identity is still allowed.
+static void confine(int userns, uint32_t keep, struct bounds bounds) {
     if (setns(userns, CLONE_NEWUSER)) fail("user namespace");
+    close(userns);
     set_limits(bounds.disk_bytes, bounds.pids);
     drop_bounding(keep);
-    if (!in_userns && (setgroups(0, NULL) || setresgid(gid, gid, gid) || setresuid(uid, uid, uid))) fail("user id");
-    set_capabilities(keep);
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) fail("no_new_privs");
     if (seccomp_apply()) fail("seccomp");
-    // A change of credentials clears both: nobody may look into this process, and it does not outlive who started it.
-    if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)) fail("dumpable");
+}
+
+// The last of the launcher's rights go. In an ordinary user's sandbox there is one id and it is everybody's.
+static void become(bool in_userns, uid_t uid, gid_t gid, uint32_t keep) {
+    if (!in_userns && (setgroups(0, NULL) || setresgid(gid, gid, gid) || setresuid(uid, uid, uid))) fail("user id");
+    set_capabilities(keep);
+    // After the change of credentials, which undoes both: nobody may look into this process, and it does not outlive who started it.
+    if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) || prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("process settings");
 }
 
 static void reset_signals(void) {
@@ -197,15 +209,12 @@ static void reset_signals(void) {
 // ---- the two processes ----
 
 _Noreturn static void be_worker(const struct plan *p, int sock) {
-    if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("worker");
+    // By descriptors that the launcher opened: the kernel asks for the opener's right to move a process.
     if (cg_join(p->cg.work_join, p->cg.work_joins)) fail("cgroup of the workload");
-    int keep[] = {sock, status_fd, p->slot.userns};
-    close_others(keep, 3);
+    int keep[] = {sock, status_fd};
+    close_others(keep, 2);
     prctl(PR_SET_NAME, "cell-worker");
-    uid_t uid = p->in_userns ? 0 : WORKLOAD_UID;
-    become(p->slot.userns, p->in_userns, uid, uid, 0, (struct bounds){p->disk_bytes, p->pids});
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    close(p->slot.userns);
+    become(p->in_userns, WORKLOAD_UID, WORKLOAD_UID, 0);
     io_close(&status_fd);
     struct worker_opts opts = {.workdir = p->workdir};
     _exit(worker_main(sock, &opts));
@@ -213,6 +222,7 @@ _Noreturn static void be_worker(const struct plan *p, int sock) {
 
 _Noreturn void sandbox_main(struct plan *p) {
     status_fd = p->status;
+    hide();
     keep_plan_only(p);
     reset_signals();
     setsid();
@@ -222,17 +232,16 @@ _Noreturn void sandbox_main(struct plan *p) {
     if (unshare(CLONE_NEWCGROUP)) fail("cgroup namespace");
     if (sethostname(p->hostname, strlen(p->hostname))) fail("host name");
     build_root(p);
+    confine(p->slot.userns, 0, (struct bounds){p->disk_bytes, p->pids});
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) fail("worker socket");
     pid_t worker = fork();
     if (worker < 0) fail("worker");
     if (!worker) be_worker(p, pair[1]);
-    int keep[] = {p->channel, p->control, pair[0], p->cg.memory_events, p->cg.pids_events, p->slot.userns, status_fd};
+    int keep[] = {p->channel, p->control, pair[0], p->cg.memory_events, p->cg.pids_events, status_fd};
     close_others(keep, sizeof keep / sizeof *keep);
     prctl(PR_SET_NAME, "cell");
-    become(p->slot.userns, p->in_userns, AGENT_UID, AGENT_UID, 0, (struct bounds){p->disk_bytes, p->pids});
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    close(p->slot.userns);
+    become(p->in_userns, AGENT_UID, AGENT_UID, 0);
     io_close(&status_fd);
     struct agent_opts opts = {
         .channel_in = p->channel, .channel_out = p->channel, .worker_fd = pair[0], .control_fd = p->control,
@@ -319,8 +328,9 @@ _Noreturn static void be_entered_worker(struct entry *e) {
     int keep[] = {e->sock, status_fd, e->userns};
     close_others(keep, 3);
     prctl(PR_SET_NAME, "cell-worker");
-    become(e->userns, e->in_userns, who.uid, who.gid, who.uid == 0 ? ROOT_INSIDE : 0, (struct bounds){e->disk_bytes, e->pids});
-    close(e->userns);
+    uint32_t caps = who.uid == 0 ? ROOT_INSIDE : 0;
+    confine(e->userns, caps, (struct bounds){e->disk_bytes, e->pids});
+    become(e->in_userns, who.uid, who.gid, caps);
     io_close(&status_fd);
     struct worker_opts opts = {.workdir = e->workdir};
     _exit(worker_main(e->sock, &opts));
@@ -328,6 +338,7 @@ _Noreturn static void be_entered_worker(struct entry *e) {
 
 _Noreturn void sandbox_enter(struct entry *e) {
     status_fd = e->status;
+    hide();
     int keep[8] = {e->pidfd, e->userns, e->sock, e->status};
     for (int i = 0; i < e->cg.work_joins; i++) keep[4 + i] = e->cg.work_join[i];
     close_others(keep, 4 + (size_t)e->cg.work_joins);
