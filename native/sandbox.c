@@ -195,8 +195,7 @@ static void confine(int userns, uint32_t keep, struct bounds bounds) {
 static void become(bool in_userns, uid_t uid, gid_t gid, uint32_t keep) {
     if (!in_userns && (setgroups(0, NULL) || setresgid(gid, gid, gid) || setresuid(uid, uid, uid))) fail("user id");
     set_capabilities(keep);
-    // After the change of credentials, which undoes both: nobody may look into this process, and it does not outlive who started it.
-    if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) || prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("process settings");
+    hide();  // again: the change of credentials has undone it
 }
 
 static void reset_signals(void) {
@@ -215,6 +214,7 @@ _Noreturn static void be_worker(const struct plan *p, int sock) {
     close_others(keep, 2);
     prctl(PR_SET_NAME, "cell-worker");
     become(p->in_userns, WORKLOAD_UID, WORKLOAD_UID, 0);
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("worker");
     io_close(&status_fd);
     struct worker_opts opts = {.workdir = p->workdir};
     _exit(worker_main(sock, &opts));
@@ -242,6 +242,7 @@ _Noreturn void sandbox_main(struct plan *p) {
     close_others(keep, sizeof keep / sizeof *keep);
     prctl(PR_SET_NAME, "cell");
     become(p->in_userns, AGENT_UID, AGENT_UID, 0);
+    if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("parent");  // again: the change of credentials has cleared it
     io_close(&status_fd);
     struct agent_opts opts = {
         .channel_in = p->channel, .channel_out = p->channel, .worker_fd = pair[0], .control_fd = p->control,
@@ -330,7 +331,7 @@ _Noreturn static void be_entered_worker(struct entry *e) {
     prctl(PR_SET_NAME, "cell-worker");
     uint32_t caps = who.uid == 0 ? ROOT_INSIDE : 0;
     confine(e->userns, caps, (struct bounds){e->disk_bytes, e->pids});
-    become(e->in_userns, who.uid, who.gid, caps);
+    become(e->in_userns, who.uid, who.gid, caps);  // no death signal: its parent until now is about to go, and the next is PID 1
     io_close(&status_fd);
     struct worker_opts opts = {.workdir = e->workdir};
     _exit(worker_main(e->sock, &opts));
