@@ -84,20 +84,20 @@ void ring_free(struct ring *r) {
 
 static uint8_t scratch[READ_AT_ONCE];
 
-// Reads without waiting. The write end of a pipe is the command's and must stay blocking, and so does ours: RWF_NOWAIT
-// spares a call for each command. Kernels before 6.4 refuse it on pipes.
-static ssize_t read_now(int fd) {
+// Reads up to `most` without waiting, also what was said to be readable: where the workload shares our user id it can open its pipe for reading
+// too, and take what we were told of. RWF_NOWAIT spares a call for each command; kernels before 6.4 refuse it on pipes.
+static ssize_t read_now(int fd, size_t most) {
     static bool unsupported;
     ssize_t n;
     if (!unsupported) {
-        struct iovec iov = {scratch, sizeof scratch};
+        struct iovec iov = {scratch, most};
         do n = preadv2(fd, &iov, 1, -1, RWF_NOWAIT);
         while (n < 0 && errno == EINTR);
         if (n >= 0 || (errno != EOPNOTSUPP && errno != ENOSYS && errno != ESPIPE && errno != EINVAL)) return n;
         unsupported = true;
     }
     io_nonblocking(fd);
-    do n = read(fd, scratch, sizeof scratch);
+    do n = read(fd, scratch, most);
     while (n < 0 && errno == EINTR);
     return n;
 }
@@ -163,8 +163,8 @@ static void on_output(struct source *s, uint32_t events) {
     (void)events;
     struct output *o = (struct output *)((char *)s - offsetof(struct output, source));
     size_t most = o->streamed && *o->request && o->window < sizeof scratch ? o->window : sizeof scratch;
-    ssize_t n = most ? read(s->fd, scratch, most) : 0;  // said to be readable and we are its only reader: does not wait
-    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    ssize_t n = most ? read_now(s->fd, most) : 0;
+    if (n < 0 && errno == EAGAIN) return;
     if (n > 0) received(o, (size_t)n);
     else if (most) source_close(s);
     output_rewatch(o);
@@ -187,7 +187,7 @@ void output_start(struct output *o) { source_want(&o->source, EPOLLIN); }
 // False: the stream has ended.
 static bool empty(struct output *o) {
     for (size_t total = 0; o->source.fd >= 0 && total < DRAIN_MAX;) {
-        ssize_t n = read_now(o->source.fd);
+        ssize_t n = read_now(o->source.fd, sizeof scratch);
         if (n <= 0) return n < 0 && errno == EAGAIN;
         received(o, (size_t)n);
         total += (size_t)n;
@@ -214,8 +214,8 @@ static void sinks_on(struct timer *t) {
 
 static void on_sink(struct source *s, uint32_t events) {
     (void)events;
-    ssize_t n = read(s->fd, scratch, sizeof scratch);
-    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) {
+    ssize_t n = read_now(s->fd, sizeof scratch);
+    if (n == 0 || (n < 0 && errno != EAGAIN)) {
         source_close(s);
         return;
     }

@@ -370,6 +370,7 @@ static bool make_pipes(struct session *s, int theirs[5]) {
     // The shell opens its script anew through /proc, for which the mode counts: the pipe is ours, the shell another user's.
     fchmod(s->go, 0604);
     io_nonblocking(s->go);
+    io_nonblocking(s->done.fd);
     if (theirs[4] >= 0) return true;
     for (int i = 0; i < 4; i++) close(theirs[i]);
     return false;
