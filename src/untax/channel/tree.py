@@ -332,6 +332,8 @@ class Unpacker:
                 raise ProtocolError("an extended tar header that is too long")
             self._pax = bytearray()
             self._begin(size, -1)
+            if not size:
+                self._finish_content()
             return
         extended, self._extended = self._extended, {}
         if b"size" in extended:

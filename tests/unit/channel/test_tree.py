@@ -212,6 +212,20 @@ def test_a_stream_that_breaks_off_is_noticed(tmp_path, cut):
         unpack(data[:cut], tmp_path / "local")
 
 
+def test_an_empty_extended_header_leaves_nothing_open(tmp_path):
+    """It once made the file behind it be taken for the header's contents, and its descriptor stay."""
+    status = os.stat(tmp_path)
+    stream = tree._header(b"./", status, b"5", 0)
+    for n in range(3):
+        stream += tree._fields(b"pax", 0o644, 0, 0, b"x", b"", b"") + tree._header(b"f%d" % n, status, b"0", 3 * (n % 2))
+        stream += tree._padded(b"abc") if n % 2 else b""
+    before = len(os.listdir("/proc/self/fd"))
+    unpack(stream + tree._END, tmp_path / "out")
+
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (tmp_path / "out/f1").read_bytes() == b"abc"
+
+
 def test_a_file_that_goes_on_is_refused(tmp_path):
     data = archive(("a", FILE, b"x", 0o644), ("b", FILE, b"x", 0o644))[512:]
     with pytest.raises(ProtocolError):
