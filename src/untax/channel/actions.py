@@ -51,6 +51,7 @@ READ_MAX = 64 << 20  # bytes of one read without a limit of its own; larger file
 ITEMS_BYTES_MAX = 64 << 20  # what all items of one reply may take together
 INLINE_MAX = 1 << 20  # a body up to this goes in the request's own frame
 CHUNK = 64 << 10  # of a longer body: four in flight in a window of 256 KiB
+_PART_SMALL = 4096  # bytes: below this a part of an answer is copied to its neighbour
 _CAP_MAX = 0xFFFFFFFF
 _SIGKILL = 9
 
@@ -149,6 +150,19 @@ class Call(Generic[T]):
             raise ProtocolError(f"credit for {count} bytes of stream {stream} that were never sent")
 
 
+Parts = list[bytes | bytearray]
+
+
+def add_part(parts: Parts, part: bytes) -> None:
+    """Keep a part of an answer. Small ones are put together: as objects a byte each they would take fifty times their size."""
+    if len(part) >= _PART_SMALL:
+        parts.append(part)
+    elif parts and isinstance(parts[-1], bytearray):
+        parts[-1] += part
+    elif part:
+        parts.append(bytearray(part))
+
+
 class CommandCall(Call[CommandResult]):
     """A command whose output comes back with its end."""
 
@@ -157,7 +171,7 @@ class CommandCall(Call[CommandResult]):
     def __init__(self, kind: int, payload: bytes, cap: int, timeout_s: float | None, body: Iterator[bytes] | None = None) -> None:
         super().__init__(kind, payload, timeout_s=timeout_s, body=body)
         self._cap = cap
-        self._heads: tuple[list[bytes], list[bytes]] | None = None
+        self._heads: tuple[Parts, Parts] | None = None
         self._sizes = [0, 0]
 
     def progress(self, kind: int, payload: bytes) -> None:
@@ -172,7 +186,7 @@ class CommandCall(Call[CommandResult]):
             raise ProtocolError(f"more output than the {self._cap} bytes asked for")
         if self._heads is None:
             self._heads = ([], [])
-        self._heads[index].append(payload[1:])
+        add_part(self._heads[index], payload[1:])
 
     def done(self, payload: bytes) -> CommandResult:
         result, at = read_command(payload, self._heads)
@@ -199,7 +213,7 @@ class SessionCall(CommandCall):
         return super().done(payload[:-1])
 
 
-def read_command(payload: bytes, heads: tuple[list[bytes], list[bytes]] | None) -> tuple[CommandResult, int]:
+def read_command(payload: bytes, heads: tuple[Parts, Parts] | None) -> tuple[CommandResult, int]:
     """The DONE of a command behind the output that came before it, and where its fields end."""
     try:
         (how, code, wall_ns, user_ns, system_ns, peak_kib, oom_kills, pids_refused, disk_full, dropped_out, dropped_err) = (
@@ -238,7 +252,7 @@ class ReadCall(Call[tuple[bytes, FileInfo]]):
     def __init__(self, payload: bytes, limit: int, path: str, timeout_s: float | None) -> None:
         super().__init__(wire.READ, payload, path=path, timeout_s=timeout_s)
         self._limit = limit
-        self._parts: list[bytes] = []
+        self._parts: Parts = []
         self._size = 0
 
     def progress(self, kind: int, payload: bytes) -> None:
@@ -257,7 +271,7 @@ class ReadCall(Call[tuple[bytes, FileInfo]]):
         self._size += len(part)
         if self._size > self._limit:
             raise ProtocolError(f"more than the {self._limit} bytes asked for")
-        self._parts.append(part)
+        add_part(self._parts, part)
 
 
 class ItemsCall(Call[T], Generic[T, I]):

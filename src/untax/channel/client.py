@@ -29,6 +29,7 @@ READY_TIMEOUT_S = 30.0
 _RECHECK_S = 0.02  # before a silence is believed the loop gets one more chance to read what has come
 _WRITE_HIGH = 4 << 20  # above this much unsent, nothing more is read: it would only make more to send
 _EGRESS_MAX = 256  # streams that a cell may have open at once
+_OPEN_MAX = wire.REQUESTS_MAX + _EGRESS_MAX
 _PIECE = 128 << 10  # of a body in one DATA frame: half a window, so that one is filled while the other is read
 
 
@@ -319,7 +320,8 @@ class Channel:
         reader = Reader(payload)
         host, port = reader.blob(1024), reader.u16()
         reader.end()
-        if self.egress is None or len(self._egress_tasks) >= _EGRESS_MAX:
+        # Streams that nobody serves any more stay in `_open` until the cell has ended them.
+        if self.egress is None or len(self._egress_tasks) >= _EGRESS_MAX or len(self._open) >= _OPEN_MAX:
             status, why = (403, b"this sandbox has no network") if self.egress is None else (503, b"too many connections")
             self._write(wire.frame(request_id, wire.EGRESS_DENY, wire.u16(status) + wire.blob(why)))
             return

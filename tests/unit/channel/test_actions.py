@@ -201,6 +201,17 @@ def test_a_read_is_held_to_its_limit():
         call.feed(wire.OUT, b"\1abcde")
 
 
+@pytest.mark.parametrize("make", [lambda: actions.read("x", limit=5000), lambda: actions.run(["x"], cap=5000)], ids=["read", "run"])
+def test_many_small_parts_take_no_more_than_their_bytes(make):
+    """A cell that sends a byte at a time must not make the host hold an object for each."""
+    call = make()
+    for _ in range(4000):
+        call.feed(wire.OUT, b"\1x")
+    parts = call._parts if isinstance(call, actions.ReadCall) else call._heads[0]
+
+    assert [bytes(part) for part in parts] == [b"x" * 4000]
+
+
 def entry(name, kind=b"f"):
     return blob(name) + kind + struct.pack("<IIIQq", 0o100644, 1, 2, 3, 4) + blob(b"")
 

@@ -305,6 +305,24 @@ async def test_egress_streams_are_bounded():
     await settle()
 
 
+async def test_egress_streams_that_the_cell_never_ends_are_bounded():
+    """What was served waits for the cell's last word; a cell that never says it gets no further streams."""
+
+    class Brief:
+        async def serve(self, host, port, link):
+            link.accept()
+
+    cell = FakeCell(egress=Brief())
+    for n in range(client._OPEN_MAX + 50):
+        cell.say(n | wire.EGRESS_BIT, wire.EGRESS, wire.blob(b"x") + struct.pack("<H", 80))
+        if n % 100 == 0:
+            await settle()
+    await settle()
+
+    assert len(cell.channel._open) <= client._OPEN_MAX
+    cell.channel.close()
+
+
 async def test_events_nobody_takes_become_an_overflow():
     cell = FakeCell()
     task, [(request, _, _)] = await cell.asked(cell.channel.watch("."))
