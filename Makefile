@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 CELL   := src/untax/_native/cell
-# Short enough for every change; the goal before a release is FUZZ_RUNS=10000000.
+# Frames for each parser. Short enough for every change; the goal before a release is FUZZ_RUNS=10000000.
 FUZZ_RUNS ?= 200000
 
 .DEFAULT_GOAL := help
@@ -16,7 +16,7 @@ help:
 	@echo "make lint           formatter, linter, strict types, and the C sources with -Werror"
 	@echo "make bench-budgets  every performance budget, into results/budgets.json"
 	@echo "make native-test    C unit tests under ASan and UBSan"
-	@echo "make fuzz           both parsers; FUZZ_RUNS=$(FUZZ_RUNS) inputs each"
+	@echo "make fuzz           every parser; FUZZ_RUNS=$(FUZZ_RUNS) frames each"
 	@echo "make wheels         x86_64, aarch64 and pure-Python wheels into dist/"
 	@echo "make clean          remove everything that the above made"
 

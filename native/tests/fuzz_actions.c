@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "actions.h"
+#include "frames.h"
 #include "regex.h"
 #include "symbols.h"
 
@@ -96,6 +97,7 @@ static void check_frames(void) {
 static void hand_over(struct actions *a, const uint8_t *data, size_t size) {
     struct frame f;
     if (!frame_open(data, size, &f) || !stays_inside(&f)) return;
+    frames_count(1);
     actions_handle(a, &f);
     for (int i = 0; i < 20 && actions_step(a); i++) {}
     check_frames();

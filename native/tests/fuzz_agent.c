@@ -1,7 +1,8 @@
 // Feeds the agent whatever comes: bytes and frames from a host, bytes and frames from its worker, and exits of commands.
 //
 // The input is a list of steps: u8 what, u8 size, that many bytes. Nothing is started: the worker's end of the socket is
-// held here, and connecting, listening, forking and killing are left out of a build for fuzzing.
+// held here, and connecting, listening, forking and killing are left out of a build for fuzzing. Whole frames that reached
+// the agent are counted (frames.h).
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <string.h>
@@ -9,6 +10,7 @@
 #include <unistd.h>
 
 #include "dispatch.h"
+#include "frames.h"
 #include "io.h"
 #include "loop.h"
 #include "process.h"
@@ -33,6 +35,7 @@ static void give_frame(int fd, uint32_t id, uint8_t kind, uint8_t flags, const u
     w.data[9] = flags & 3;
     give(fd, w.data, w.size);
     wr_free(&w);
+    frames_count(1);
 }
 
 // Reads what the agent says, remembers its calls, closes what it passes.
