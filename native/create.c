@@ -34,7 +34,7 @@ static bool parse_create(struct rd *r, struct create *c) {
     struct span lowers = rd_strs(r, &c->lower_count);
     struct span views = rd_strs(r, &c->view_count);
     c->upper = rd_u8(r);
-    c->limits = (struct cg_limits){.memory_bytes = rd_u64(r), .pids = rd_u32(r), .cpu_permille = rd_u32(r)};
+    c->limits.memory_bytes = rd_u64(r), c->limits.pids = rd_u32(r), c->limits.cpu_permille = rd_u32(r);
     c->disk = rd_u64(r), c->tmp = rd_u64(r), c->shm = rd_u64(r);
     struct span workdir = rd_name(r);
     struct span dirs = rd_strs(r, &c->dir_count);
@@ -144,15 +144,12 @@ static int open_lowers(struct create *c, int *fds) {
 static int mount_root(struct plan *p, struct create *c, const char **step) {
     static int lowers[LAYERS_MAX];
     struct disk_box box;
-    *step = "upper directory";
-    if (disk_make(c->id, p->slot.range, c->disk, &box)) return -1;
     bool in_memory = c->upper == 1;
-    if ((in_memory && tmpfs_upper(c->disk, &box)) || fill_upper(box.upper, &p->slot, c)) {
-        disk_box_close(&box);
-        return -1;
-    }
-    *step = "image";
-    if (!open_lowers(c, lowers)) {
+    *step = "upper directory";
+    if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, &box)) return -1;
+    bool ready = !(in_memory && tmpfs_upper(c->disk, &box)) && !fill_upper(box.upper, &p->slot, c);
+    if (ready) *step = "image";
+    if (ready && !open_lowers(c, lowers)) {
         p->root = mounts_overlay(&L.mounts, lowers, c->lower_count, box.upper, box.work, L.in_userns ? -1 : p->slot.userns, step);
         int error = errno;
         for (uint32_t i = 0; i < c->lower_count; i++) close(lowers[i]);
@@ -192,7 +189,7 @@ static int start_child(struct plan *p, struct box *b, int *channel, const char *
     struct k_clone_args args = {
         .flags = CLONE_PIDFD | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS, .pidfd = (uint64_t)(uintptr_t)&b->pidfd, .exit_signal = SIGCHLD,
     };
-    pid_t pid = k_clone3(&args);
+    pid_t pid = cg_clone(&args, p->cg.agent_group);
     if (!pid) sandbox_main(p);
     return pid;
 }
@@ -206,7 +203,7 @@ void launcher_create(uint32_t seq, struct rd *r) {
     }
     struct plan p = {.in_userns = L.in_userns, .hostname = c.id, .workdir = c.workdir, .empty_ns = L.mounts.empty_ns, .root = -1, .dev = -1,
                      .tmp_bytes = c.tmp, .shm_bytes = c.shm, .disk_bytes = c.disk, .pids = c.limits.pids, .channel = -1, .control = -1, .status = -1,
-                     .cg = {.memory_events = -1, .pids_events = -1}};
+                     .cg = CG_BOX_NONE};
     const char *step = "memory";
     struct box *b = calloc(1, sizeof *b);
     autoclose int channel = -1;
