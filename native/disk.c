@@ -22,8 +22,12 @@
 #include "io.h"
 #include "kernel.h"
 
-#define PROJECT_FIRST 0x75740000u  // ids of our own, far from those people give by hand
+// Project ids of our own, far from those people give by hand: one for each range of user ids of the machine, and in turn several for
+// each, because what the last sandbox of a range left is still being deleted when the next one starts.
+#define PROJECT_FIRST 0x75000000u
+#define PROJECT_TURNS 64u
 #define PROJECT_QUOTA 2            // PRJQUOTA, which older headers lack
+#define DEPTH_MAX 64               // each level costs a descriptor and 32 KiB; what lies deeper is first brought up beside the tree
 #define SIMPLE_QUOTA 4             // BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA, Linux 6.7: no accounting at commit time
 
 static struct {
@@ -36,13 +40,24 @@ enum disk_mode disk_mode(void) { return disk.mode; }
 
 // ---- removing ----
 
-static bool remove_entry(int dir, const char *name, bool is_dir) {
+static bool remove_below(int top, int dir, const char *name, unsigned depth);
+static unsigned long brought_up;
+
+static void name_of(unsigned long number, char out[static 48]) { snprintf(out, 48, "deep-%d-%lu", getpid(), number); }
+
+static bool remove_entry(int top, int dir, const char *name, bool is_dir, unsigned depth) {
     if (!is_dir && !unlinkat(dir, name, 0)) return true;
     if (!is_dir && errno != EISDIR) return errno == ENOENT;
-    return disk_remove_tree(dir, name);
+    if (depth < DEPTH_MAX) return remove_below(top, dir, name, depth);
+    char up[48];
+    name_of(brought_up, up);
+    fchmodat(dir, name, 0700, 0);  // a directory that changes its parent must be writable
+    if (renameat(dir, name, top, up)) return false;
+    brought_up++;
+    return true;
 }
 
-bool disk_remove_tree(int dir, const char *name) {
+static bool remove_below(int top, int dir, const char *name, unsigned depth) {
     int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (fd < 0 && (errno == EACCES || errno == EPERM)) {
         // a workload's chmod 000, or overlay's own work directory
@@ -57,9 +72,19 @@ bool disk_remove_tree(int dir, const char *name) {
         return false;
     }
     for (struct dirent *e; (e = readdir(d));)
-        if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) remove_entry(fd, e->d_name, e->d_type == DT_DIR);
+        if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) remove_entry(top, fd, e->d_name, e->d_type == DT_DIR, depth + 1);
     closedir(d);
     return !unlinkat(dir, name, AT_REMOVEDIR) || errno == ENOENT;
+}
+
+bool disk_remove_tree(int dir, const char *name) {
+    unsigned long next = brought_up;
+    bool gone = remove_below(dir, dir, name, 0);
+    for (char up[48]; next < brought_up; next++) {
+        name_of(next, up);
+        gone &= remove_below(dir, dir, up, 0);
+    }
+    return gone;
 }
 
 static void remove_all(int dir) {
@@ -74,8 +99,11 @@ pid_t disk_sweep_trash(void) {
     disk.dirty = false;
     pid_t pid = fork();
     if (pid) return pid;
-    if (nice(19) < 0) _exit(1);
-    remove_all(disk.trash);
+    // It may outlive the launcher: nothing that others wait to see closed stays open in it.
+    int trash = dup2(disk.trash, 3);
+    k_close_range(4, ~0u);
+    if (trash < 0 || nice(19) < 0) _exit(1);
+    remove_all(trash);
     _exit(0);
 }
 
@@ -168,14 +196,18 @@ static bool mount_image(const char *image, const char *boxes, char *why, size_t 
     drop_leftovers();
     if (try_subvolume()) return true;
     snprintf(why, size, "btrfs quotas do not work here: %s", strerror(errno));
+    io_close(&disk.boxes);
+    umount2(boxes, MNT_DETACH);
+    disk.boxes = open(boxes, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     return false;
 }
 
 // ---- project quotas ----
 
-static int limit_project(int dir, unsigned number, uint64_t bytes) {
+static int limit_project(int dir, uint16_t number, uint64_t bytes) {
     struct fsxattr attr;
-    uint32_t project = PROJECT_FIRST + number;
+    static unsigned turn;
+    uint32_t project = PROJECT_FIRST + (turn++ % PROJECT_TURNS << 16) + number;
     if (ioctl(dir, FS_IOC_FSGETXATTR, &attr)) return -1;
     attr.fsx_projid = project;
     attr.fsx_xflags |= FS_XFLAG_PROJINHERIT;
@@ -207,10 +239,10 @@ int disk_open(const char *dir, const char *image, char *why, size_t why_size) {
     else if (is_btrfs(disk.boxes) && try_subvolume()) disk.mode = DISK_BTRFS;
     else if (*image && mount_image(image, boxes, why, why_size)) disk.mode = DISK_IMAGE;
     else if (!*why) snprintf(why, why_size, "the state directory's file system has no project quotas and is not btrfs with quotas on");
-    return 0;
+    return disk.boxes < 0 ? -1 : 0;
 }
 
-static int make_dir(const char *id, unsigned number, uint64_t bytes) {
+static int make_dir(const char *id, uint16_t number, uint64_t bytes) {
     if (disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) return make_subvolume(id, bytes);
     if (mkdirat(disk.boxes, id, 0700)) return -1;
     int fd = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -218,7 +250,7 @@ static int make_dir(const char *id, unsigned number, uint64_t bytes) {
     return fd;
 }
 
-int disk_make(const char *id, unsigned number, uint64_t bytes, struct disk_box *out) {
+int disk_make(const char *id, uint16_t number, uint64_t bytes, struct disk_box *out) {
     *out = (struct disk_box){-1, -1};
     autoclose int dir = make_dir(id, number, bytes);
     if (dir >= 0 && !mkdirat(dir, "upper", 0755) && !mkdirat(dir, "work", 0755)) {

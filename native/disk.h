@@ -19,8 +19,8 @@ struct disk_box {
 // `dir` holds boxes/ and trash/. `image` is a file with btrfs on it, or "". Never fails for want of quotas; `why` then says what was missing.
 int disk_open(const char *dir, const char *image, char *why, size_t why_size);
 enum disk_mode disk_mode(void);
-// 0, or -1 with errno; nothing is left behind.
-int disk_make(const char *id, unsigned number, uint64_t bytes, struct disk_box *out);
+// `number` is no other live sandbox's on this machine. 0, or -1 with errno; nothing is left behind.
+int disk_make(const char *id, uint16_t number, uint64_t bytes, struct disk_box *out);
 void disk_box_close(struct disk_box *box);
 // The sandbox is gone: its files too, at once or in the background.
 void disk_drop(const char *id);
