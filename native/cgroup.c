@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "io.h"
+#include "kernel.h"
 
 // The agent needs 2 MiB at rest; this leaves room for its bounded queues and is small beside any workload.
 #define AGENT_MEMORY_BYTES (64ull << 20)
@@ -215,15 +216,13 @@ static void agent_name(const char *id, char *out, size_t size) { snprintf(out, s
 // The v2 tree. Where it has no controllers it serves to freeze and kill the workload, and the agent needs no group in it.
 static int unified_make(const char *id, const struct cg_limits *limits, struct cg_box *out) {
     struct tree *t = &trees[T_UNIFIED];
-    autoclose int work = make_group(t->own, id);
+    int work = out->work_group = make_group(t->own, id);
     if (work < 0) return -1;
-    out->work_join[out->work_joins++] = open_file(work, "cgroup.procs", O_WRONLY);
     if (!v2_limits) return 0;
     char name[96];
     agent_name(id, name, sizeof name);
-    autoclose int agent = make_group(t->own, name);
+    int agent = out->agent_group = make_group(t->own, name);
     if (agent < 0) return -1;
-    out->agent_join[out->agent_joins++] = open_file(agent, "cgroup.procs", O_WRONLY);
     if (abilities & CG_MEMORY) {
         if (set_number(work, "memory.max", limits->memory_bytes)) return -1;
         io_write_file(work, "memory.swap.max", "0");  // absent without swap accounting; then there is no swap to use
@@ -249,8 +248,8 @@ static int memory_v1_make(const char *id, const struct cg_limits *limits, struct
     set_number(work, "memory.memsw.limit_in_bytes", limits->memory_bytes);  // absent without swap accounting
     if (set_number(agent, "memory.limit_in_bytes", AGENT_MEMORY_BYTES)) return -1;
     out->memory_events = open_file(work, "memory.oom_control", O_RDONLY);
-    out->agent_join[out->agent_joins++] = open_file(agent, "cgroup.procs", O_WRONLY);
-    out->work_join[out->work_joins++] = open_file(work, "cgroup.procs", O_WRONLY);
+    out->agent_join[out->agent_joins++] = open_file(agent, "tasks", O_WRONLY);
+    out->work_join[out->work_joins++] = open_file(work, "tasks", O_WRONLY);
     return 0;
 }
 
@@ -259,7 +258,7 @@ static int pids_v1_make(const char *id, const struct cg_limits *limits, struct c
     autoclose int work = make_group(trees[T_PIDS].own, id);
     if (work < 0 || set_number(work, "pids.max", limits->pids)) return -1;
     out->pids_events = open_file(work, "pids.events", O_RDONLY);
-    out->work_join[out->work_joins++] = open_file(work, "cgroup.procs", O_WRONLY);
+    out->work_join[out->work_joins++] = open_file(work, "tasks", O_WRONLY);
     return 0;
 }
 
@@ -268,7 +267,7 @@ static int cpu_v1_make(const char *id, const struct cg_limits *limits, struct cg
     if (work < 0) return -1;
     if (set_number(work, "cpu.cfs_period_us", CPU_PERIOD_US)) return -1;
     if (set_number(work, "cpu.cfs_quota_us", (uint64_t)limits->cpu_permille * CPU_PERIOD_US / 1000)) return -1;
-    out->work_join[out->work_joins++] = open_file(work, "cgroup.procs", O_WRONLY);
+    out->work_join[out->work_joins++] = open_file(work, "tasks", O_WRONLY);
     return 0;
 }
 
@@ -285,7 +284,7 @@ static const char *make_all(const char *id, const struct cg_limits *limits, stru
 }
 
 int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *out, const char **step) {
-    *out = (struct cg_box){.memory_events = -1, .pids_events = -1};
+    *out = CG_BOX_NONE;
     *step = make_all(id, limits, out);
     if (!*step) return 0;
     int error = errno;
@@ -302,11 +301,11 @@ static void open_join(struct cg_box *out, enum tree_index which, const char *for
 }
 
 int cg_box_open(const char *id, struct cg_box *out) {
-    *out = (struct cg_box){.memory_events = -1, .pids_events = -1};
+    *out = CG_BOX_NONE;
     open_join(out, T_UNIFIED, "%s/cgroup.procs", id);
-    open_join(out, T_MEMORY, "%s/cgroup.procs", id);
-    open_join(out, T_PIDS, "%s/cgroup.procs", id);
-    open_join(out, T_CPU, "%s/cgroup.procs", id);
+    open_join(out, T_MEMORY, "%s/tasks", id);
+    open_join(out, T_PIDS, "%s/tasks", id);
+    open_join(out, T_CPU, "%s/tasks", id);
     for (int i = 0; i < out->work_joins; i++)
         if (out->work_join[i] < 0) return -1;
     return 0;
@@ -316,6 +315,8 @@ void cg_box_close(struct cg_box *box) {
     for (int i = 0; i < box->agent_joins; i++) io_close(&box->agent_join[i]);
     for (int i = 0; i < box->work_joins; i++) io_close(&box->work_join[i]);
     box->agent_joins = box->work_joins = 0;
+    io_close(&box->agent_group);
+    io_close(&box->work_group);
     io_close(&box->memory_events);
     io_close(&box->pids_events);
 }
@@ -324,6 +325,16 @@ int cg_join(const int *fds, int count) {
     for (int i = 0; i < count; i++)
         if (write(fds[i], "0", 1) != 1) return -1;
     return 0;
+}
+
+#define K_CLONE_INTO_CGROUP 0x200000000ull
+
+pid_t cg_clone(struct k_clone_args *args, int group) {
+    if (group >= 0) {
+        args->flags |= K_CLONE_INTO_CGROUP;
+        args->cgroup = (uint64_t)group;
+    }
+    return k_clone3(args);
 }
 
 static int write_below(int dir, const char *id, const char *rest, const char *text) {

@@ -8,6 +8,7 @@
 
 #include <stdbool.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 enum cg_ability { CG_MEMORY = 1, CG_PIDS = 2, CG_CPU = 4, CG_KILL = 8, CG_FREEZE = 16 };
 
@@ -19,10 +20,13 @@ struct cg_limits {
 
 // What a sandbox's processes need; every descriptor is close-on-exec and closed by cg_box_close.
 struct cg_box {
-    int agent_join[4], work_join[4];  // writing "0" to each moves the writer
+    int agent_group, work_group;      // directories of the v2 tree to be cloned into; -1 where there is none
+    int agent_join[4], work_join[4];  // writing "0" to each moves the writer, which must have one thread
     int agent_joins, work_joins;
     int memory_events, pids_events;   // -1 where there is none
 };
+
+#define CG_BOX_NONE ((struct cg_box){.agent_group = -1, .work_group = -1, .memory_events = -1, .pids_events = -1})
 
 // Finds the trees and makes the engine's own group in each, named untax-<run>. Returns the abilities.
 unsigned cg_open(const char *run);
@@ -32,8 +36,13 @@ int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *o
 // The join files of a sandbox that is already there.
 int cg_box_open(const char *id, struct cg_box *out);
 void cg_box_close(struct cg_box *box);
-// Makes the calling process a member. Call in the child while it still has the launcher's privileges.
+// Makes the calling process a member. Call in the child while it still has the launcher's privileges. A v1 group is joined through `tasks`: for a single
+// thread that moves itself the kernel takes no global lock, which otherwise costs a grace period of several milliseconds after a pause.
+// For the same reason the v2 groups are cloned into.
 int cg_join(const int *fds, int count);
+struct k_clone_args;
+// clone3 into that group of the v2 tree; `group` -1: the caller's own. As fork otherwise.
+pid_t cg_clone(struct k_clone_args *args, int group);
 int cg_box_freeze(const char *id, bool on);
 void cg_box_kill(const char *id);      // everything in it, where the tree can
 bool cg_box_remove(const char *id);    // false: something is still inside

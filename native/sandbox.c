@@ -58,7 +58,7 @@ static void close_others(int *keep, size_t count) {
 static void keep_plan_only(const struct plan *p) {
     int keep[32 + VIEWS_MAX];
     size_t n = 0;
-    const int single[] = {p->channel, p->control, p->status, p->slot.userns, p->slot.netns, p->empty_ns, p->root, p->dev, p->cg.memory_events, p->cg.pids_events};
+    const int single[] = {p->channel, p->control, p->status, p->slot.userns, p->slot.netns, p->empty_ns, p->root, p->dev, p->cg.memory_events, p->cg.pids_events, p->cg.work_group};
     for (size_t i = 0; i < sizeof single / sizeof *single; i++) keep[n++] = single[i];
     for (int i = 0; i < p->cg.agent_joins; i++) keep[n++] = p->cg.agent_join[i];
     for (int i = 0; i < p->cg.work_joins; i++) keep[n++] = p->cg.work_join[i];
@@ -180,8 +180,8 @@ struct bounds {
     uint32_t pids;
 };
 
-// What holds for every process of a sandbox alike, and is inherited: the first process does it once, before it forks the worker. The limits come
-// after the user namespace, within which the kernel counts processes. Of what follows only a change of identity is still allowed.
+// What holds for every process of a sandbox alike, and is inherited. The limits come after the user namespace, within which the kernel counts
+// processes. Of what follows only a change of identity is still allowed.
 static void confine(int userns, uint32_t keep, struct bounds bounds) {
     if (setns(userns, CLONE_NEWUSER)) fail("user namespace");
     close(userns);
@@ -208,11 +208,12 @@ static void reset_signals(void) {
 // ---- the two processes ----
 
 _Noreturn static void be_worker(const struct plan *p, int sock) {
-    // By descriptors that the launcher opened: the kernel asks for the opener's right to move a process.
     if (cg_join(p->cg.work_join, p->cg.work_joins)) fail("cgroup of the workload");
-    int keep[] = {sock, status_fd};
-    close_others(keep, 2);
+    int keep[] = {sock, status_fd, p->slot.userns};
+    close_others(keep, 3);
     prctl(PR_SET_NAME, "cell-worker");
+    if (unshare(CLONE_NEWCGROUP)) fail("cgroup namespace");
+    confine(p->slot.userns, 0, (struct bounds){p->disk_bytes, p->pids});
     become(p->in_userns, WORKLOAD_UID, WORKLOAD_UID, 0);
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("worker");
     io_close(&status_fd);
@@ -229,18 +230,19 @@ _Noreturn void sandbox_main(struct plan *p) {
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("parent");
     if (cg_join(p->cg.agent_join, p->cg.agent_joins)) fail("cgroup of the agent");
     if (setns(p->slot.netns, CLONE_NEWNET)) fail("network namespace");
-    if (unshare(CLONE_NEWCGROUP)) fail("cgroup namespace");
     if (sethostname(p->hostname, strlen(p->hostname))) fail("host name");
     build_root(p);
-    confine(p->slot.userns, 0, (struct bounds){p->disk_bytes, p->pids});
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) fail("worker socket");
-    pid_t worker = fork();
+    struct k_clone_args args = {.exit_signal = SIGCHLD};
+    pid_t worker = cg_clone(&args, p->cg.work_group);
     if (worker < 0) fail("worker");
     if (!worker) be_worker(p, pair[1]);
-    int keep[] = {p->channel, p->control, pair[0], p->cg.memory_events, p->cg.pids_events, status_fd};
+    int keep[] = {p->channel, p->control, pair[0], p->cg.memory_events, p->cg.pids_events, p->slot.userns, status_fd};
     close_others(keep, sizeof keep / sizeof *keep);
     prctl(PR_SET_NAME, "cell");
+    if (unshare(CLONE_NEWCGROUP)) fail("cgroup namespace");
+    confine(p->slot.userns, 0, (struct bounds){p->disk_bytes, p->pids});
     become(p->in_userns, AGENT_UID, AGENT_UID, 0);
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("parent");  // again: the change of credentials has cleared it
     io_close(&status_fd);
