@@ -130,8 +130,7 @@ int mounts_open(struct mounts *m, const char *dir, bool in_userns, const char **
 #define BINDS_MAX 64
 static struct {
     char source[512];
-    int id;
-} known[BINDS_MAX];
+} known[BINDS_MAX];  // by number of the bind
 
 static int clone_of(int dir, const char *path) {
     return k_open_tree(dir, path, K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_RECURSIVE);
@@ -152,7 +151,12 @@ static int add_bind(struct mounts *m, const char *source) {
         autoclose int file = openat(m->stage, name, O_CREAT | O_EXCL | O_RDONLY | O_CLOEXEC, 0600);
         if (file < 0) return -1;
     }
-    if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) return -1;
+    if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) {
+        int error = errno;
+        unlinkat(m->stage, name, S_ISDIR(st.st_mode) ? AT_REMOVEDIR : 0);  // the next one gets this number again
+        errno = error;
+        return -1;
+    }
     snprintf(known[m->next_bind].source, sizeof known->source, "%s", source);
     return m->next_bind++;
 }
@@ -186,8 +190,7 @@ static int shift_layer(struct mounts *m, int layer, int userns, unsigned n, char
     if (k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr)) return -1;
     if (mkdirat(m->stage, name, 0700) && errno != EEXIST) return -1;
     if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) return -1;
-    int shifted = openat(m->stage, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
-    return shifted;
+    return openat(m->stage, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
 }
 
 // Before Linux 6.5 overlay takes any option without a word and refuses the mount later.
@@ -261,8 +264,8 @@ int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper,
         mount_fd = overlay_of(m, userns >= 0 ? shifted : lowers, count, upper, work);
     }
     int error = errno;
-    for (size_t i = 0; i < done; i++) {
-        close(shifted[i]);
+    for (size_t i = 0; userns >= 0 && i <= done && i < count; i++) {
+        if (i < done) close(shifted[i]);  // the one after may have been attached before it failed
         char path[64];
         snprintf(path, sizeof path, "/proc/self/fd/%d/l%u", m->stage, (unsigned)i);
         umount2(path, MNT_DETACH);  // overlay holds its own reference
