@@ -147,7 +147,7 @@ static bool open_unified(void) {
         struct tree try = {.parent = open_group(&m, *group ? group : "/"), .own = -1, .v2 = true};
         if (try.parent >= 0 && is_writable(try.parent) && make_own(&try)) {
             unsigned got = enable_limits(try.parent) ? enable_limits(try.own) : 0;
-            if (t->own < 0 || got > best) {
+            if (t->own < 0 || __builtin_popcount(got) > __builtin_popcount(best)) {
                 if (t->own >= 0) drop_tree(t);
                 *t = try, best = got;
             } else {
