@@ -34,6 +34,7 @@
 #include "io.h"
 #include "kernel.h"
 #include "launcher.h"
+#include "seccomp.h"
 
 #define PACKET_MAX (128u << 10)
 #define QUIET_MS 3           // slots are prepared when nothing has happened for so long: a sandbox just made has the CPU first
@@ -277,19 +278,33 @@ static int on_quiet(void) {
     return launcher_entering() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
 }
 
-static void serve(void) {
-    int wait_ms = -1;
-    for (;;) {
-        struct epoll_event events[64];
-        int n = epoll_wait(L.epoll, events, 64, wait_ms);
-        if (n < 0 && errno != EINTR) return;
-        for (int i = 0; i < n; i++) {
-            struct box *b = launcher_find((uint32_t)events[i].data.u64);
-            if (events[i].data.u64 >> 32 == SRC_BOX && b) bury(b);
-            else if (events[i].data.u64 >> 32 == SRC_STATUS && b && b->status >= 0) on_status(b);
-            else if (events[i].data.u64 >> 32 == SRC_ENTRY) launcher_entered((uint32_t)events[i].data.u64);
-            else if (events[i].data.u64 >> 32 == SRC_ENGINE && !on_packet()) return;
+// How many there were; -1: the engine is gone.
+static int take_events(int wait_ms) {
+    struct epoll_event events[64];
+    int n = epoll_wait(L.epoll, events, 64, wait_ms);
+    if (n < 0) return errno == EINTR ? 0 : -1;
+    for (int i = 0; i < n; i++) {
+        uint32_t which = (uint32_t)events[i].data.u64;
+        struct box *b = launcher_find(which);
+        switch ((enum source)(events[i].data.u64 >> 32)) {
+        case SRC_ENGINE:
+            if (!on_packet()) return -1;
+            break;
+        case SRC_BOX:
+            if (b) bury(b);
+            break;
+        case SRC_STATUS:
+            if (b && b->status >= 0) on_status(b);
+            break;
+        case SRC_ENTRY: launcher_entered(which); break;
         }
+    }
+    return n;
+}
+
+static void serve(void) {
+    int wait_ms = -1, n;
+    while ((n = take_events(wait_ms)) >= 0) {
         launcher_entering();
         // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
         if (L.buried && n < 2) slots_prepare();
@@ -300,17 +315,20 @@ static void serve(void) {
 
 // The engine is gone. Everything of its is ended and removed; what would take longer than this is left to the next engine's sweep.
 static void close_all(void) {
+    epoll_ctl(L.epoll, EPOLL_CTL_DEL, L.engine, NULL);  // its end would be told again and again
     for (unsigned i = 0; i < BOXES_MAX; i++)
         if (L.boxes[i]) end_box(L.boxes[i]);
     uint64_t until = io_now_ns() + 8000000000u;
-    for (unsigned i = 0; i < BOXES_MAX; i++) {
-        struct epoll_event e;
-        while (L.boxes[i] && io_now_ns() < until)
-            if (epoll_wait(L.epoll, &e, 1, 100) == 1 && e.data.u64 >> 32 == SRC_BOX && launcher_find((uint32_t)e.data.u64)) bury(launcher_find((uint32_t)e.data.u64));
-    }
+    for (unsigned i = 0; i < BOXES_MAX; i++)
+        while (L.boxes[i] && io_now_ns() < until) take_events(100);
     retry_leftovers();
     cg_close();
-    sweep_trash();
+    // What was thrown away since the sweeper that still runs was started needs another one.
+    for (int round = 0; round < 2; round++) {
+        if (L.sweeper > 0) waitpid(L.sweeper, NULL, 0);
+        L.sweeper = -1;
+        sweep_trash();
+    }
     if (L.sweeper > 0) waitpid(L.sweeper, NULL, 0);
 }
 
@@ -356,6 +374,7 @@ int launcher_main(int argc, char **argv) {
     signal(SIGTERM, SIG_IGN);
     umask(022);
     raise_file_limit();
+    seccomp_prepare();
     watch(L.engine, tag(SRC_ENGINE, 0));
     serve();
     close_all();

@@ -205,10 +205,15 @@ size_t seccomp_build(struct sock_filter *out, size_t room) {
     return p.length;
 }
 
-int seccomp_apply(void) {
-    static struct sock_filter code[1024];
-    static size_t length;  // built once in the launcher; its children inherit the result
+static struct sock_filter code[1024];
+static size_t length;
+
+void seccomp_prepare(void) {
     if (!length) length = seccomp_build(code, sizeof code / sizeof *code);
+}
+
+int seccomp_apply(void) {
+    seccomp_prepare();
     struct sock_fprog program = {(unsigned short)length, code};
     return (int)syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &program);
 }

@@ -24,6 +24,8 @@ const char *seccomp_verdict_name(enum verdict v);
 uint32_t seccomp_arch(void);
 // Builds the filter; returns its length. `room` of 1024 is enough for any table.
 size_t seccomp_build(struct sock_filter *out, size_t room);
+// Builds it once, for this process and those it will fork.
+void seccomp_prepare(void);
 // Applies it to the calling process; no_new_privs must be set. 0, or -1 with errno.
 int seccomp_apply(void);
 // `cell seccomp-table`: number and verdict, a line each.
