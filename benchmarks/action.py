@@ -57,7 +57,7 @@ async def _measure_here(arguments: argparse.Namespace, substrate: str) -> list[R
             return await _measure.timed(box.run(["true"]))
 
         ours, native = await _measure.interleaved(count, run_true)
-        _, captured = await _measure.interleaved(count, run_true, lambda: _measure.native_s(capture=True))
+        beside, captured = await _measure.interleaved(count, run_true, lambda: _measure.native_s(capture=True))
 
         async with box.session() as bash:
             session, _ = await _measure.interleaved(count, lambda: _measure.timed(bash.run("true")), None)
@@ -75,7 +75,7 @@ async def _measure_here(arguments: argparse.Namespace, substrate: str) -> list[R
             holds=_within_native,
             note=client,
         ),
-        _measure.compare("run true, native captures too", substrate, ours, captured, note=client),
+        _measure.compare("run true, native captures too", substrate, beside, captured, note=client),
         _measure.compare(
             "session true",
             substrate,
