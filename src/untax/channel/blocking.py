@@ -20,19 +20,21 @@ from typing import Any, Generic, TypeVar
 from untax.channel import actions, flow, tree, wire
 from untax.channel.actions import Call
 from untax.channel.arguments import Name
-from untax.channel.client import GRACE_S, READY_TIMEOUT_S
+from untax.channel.client import CANCEL_GRACE_S, GRACE_S, READY_TIMEOUT_S
 from untax.channel.flow import Flow, WatchFlow
 from untax.channel.handshake import Handshake
 from untax.channel.replies import Event, TreeSize
 from untax.channel.stream import RECEIVE_SIZE
 from untax.channel.wire import FrameParser, Reader
-from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
+from untax.core.errors import NotRun, ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
 from untax.core.span import now_ns
 
 T = TypeVar("T")
 
 _PIECE = 128 << 10  # of a body in one DATA frame: half a window
 _FOREVER = float("inf")
+_WAKE_S = 5.0  # a leader looks up this often, whatever it waits for: others may have set a nearer deadline meanwhile
+_OVERDUE_READS = 64  # how much that lies in the socket is read before a silence is believed
 _RECHECK_S = 0.02  # a deadline is believed only after one more look at what has come
 _TIMEVAL = struct.Struct("@ll")
 
@@ -98,12 +100,14 @@ class BlockingChannel:
         self._handshake = Handshake()
         self._greeting = _Entry(_Greeting(self._handshake))
         self._open: dict[int, _Entry] = {0: self._greeting}
+        self._cancelled: dict[int, float] = {}  # ids whose final frame is due by then, the earliest first
         self._followers: dict[_Entry, int] = {}
         self._is_read = False  # some thread is the leader
         self._next_id = 1
         self._reason: str | None = None
         self._cause: BaseException | None = None
         self._receive_timeout_s = 0.0  # as set on the socket; 0: none
+        self._unsent = b""  # the rest of a frame whose sender was interrupted; guarded by `_sending`
         self._send(self._handshake.greeting)
 
     # ---- life ----
@@ -143,11 +147,11 @@ class BlockingChannel:
             call.timeout_s = timeout_s
         started_ns = now_ns()
         deadline = self._deadline(call)
-        request_id, entry = self._begin(call)
+        request_id, entry = self._begin(call, deadline)
         try:
             if call.body is not None:
-                self._send_body(request_id, entry, call)
-            self._finish(entry, deadline)
+                self._send_body(request_id, entry, call, deadline)
+            self._finish(entry, None, deadline)
         except BaseException:
             self._cancel(request_id, entry)
             raise
@@ -172,13 +176,13 @@ class BlockingChannel:
                 decode=Reader.u32,
             )
             deadline = self._deadline(whole)
-            request_id, entry = self._begin(whole, parts=ids)
+            request_id, entry = self._begin(whole, deadline, parts=ids)
         except BaseException:
             with self._lock:
                 self._drop(ids)
             raise
         try:
-            self._finish(entry, deadline)
+            self._finish(entry, None, deadline)
         except BaseException:
             self._cancel(request_id, entry)
             raise
@@ -255,7 +259,7 @@ class BlockingChannel:
     def _deadline(self, call: Call[Any]) -> float:
         return _FOREVER if call.timeout_s is None else monotonic() + call.timeout_s + self._grace_s
 
-    def _begin(self, call: Call[Any], parts: list[int] | None = None) -> tuple[int, _Entry]:
+    def _begin(self, call: Call[Any], deadline: float = _FOREVER, parts: list[int] | None = None) -> tuple[int, _Entry]:
         if os.getpid() != self._pid:
             raise UsageError("this process is a fork of the one that opened the sandbox: open another one here")
         entry = _Entry(call)
@@ -267,7 +271,11 @@ class BlockingChannel:
             with self._lock:
                 self._drop([request_id])
             raise
-        self._send(frame)
+        try:
+            self._send(frame, deadline)
+        except BaseException:
+            self._cancel(request_id, entry)
+            raise
         return request_id, entry
 
     def _take_id(self, entry: _Entry) -> int:
@@ -286,22 +294,28 @@ class BlockingChannel:
         for request_id in ids:
             self._open.pop(request_id, None)
 
-    def _send(self, data: bytes) -> None:
-        """Send all of it. While the cell takes nothing, what it sends is read, or both sides would wait for ever."""
+    def _send(self, data: bytes, deadline: float = _FOREVER) -> None:
+        """Send all of it; a cell that has not taken it by the deadline is lost.
+
+        While the cell takes nothing, what it sends is read, or both sides would wait for ever. An interrupt leaves the rest of the
+        frame for the next one who sends: in the middle of a frame nothing else may be said.
+        """
         try:
             with self._sending:
-                sent = self._sock.send(data, socket.MSG_DONTWAIT)
-                while sent < len(data):
-                    data = data[sent:]
-                    sent = self._send_some(data)
-        except BlockingIOError:
-            with self._sending:
-                while data:
-                    data = data[self._send_some(data) :]
+                if self._unsent:
+                    data = self._unsent + data
+                try:
+                    sent = self._sock.send(data, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    sent = 0
+                self._unsent = data[sent:]
+                while self._unsent:
+                    sent = self._send_some(self._unsent, deadline)
+                    self._unsent = self._unsent[sent:]
         except OSError as exc:
             self._read_out(exc)
 
-    def _send_some(self, data: bytes) -> int:
+    def _send_some(self, data: bytes, deadline: float) -> int:
         try:
             return self._sock.send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -312,12 +326,14 @@ class BlockingChannel:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT | (select.POLLIN if leads else 0))
         try:
-            ready = poll.poll(1000)
+            ready = poll.poll(1000 * min(max(deadline - monotonic(), _RECHECK_S), 1.0))
             if leads and ready and ready[0][1] & select.POLLIN:
                 self._read_once()
         finally:
             if leads:
                 self._resign()
+        if not ready and monotonic() > deadline:
+            self._lose("the cell did not take a request by its deadline", None)
         self._check()
         return 0
 
@@ -329,23 +345,25 @@ class BlockingChannel:
                     self._dispatch(data)
         self._lose("the connection was reset", exc)
 
-    def _send_body(self, request_id: int, entry: _Entry, call: Call[Any]) -> None:
+    def _send_body(self, request_id: int, entry: _Entry, call: Call[Any], deadline: float) -> None:
         assert call.body is not None
         for chunk in call.body:
             for at in range(0, len(chunk), _PIECE):
                 piece = chunk[at : at + _PIECE]
                 size = len(piece)
                 if call.window < size:
-                    self._wait(entry, lambda: call.window >= size or call.finished, _FOREVER)  # noqa: B023
+                    self._finish(entry, lambda: call.window >= size or call.finished, deadline)  # noqa: B023
                 if call.finished:
                     return
                 with self._lock:
                     call.window -= size
-                self._send(wire.data(request_id, piece, eof=False))
+                self._send(wire.data(request_id, piece, eof=False), deadline)
         if not call.finished:
-            self._send(wire.data(request_id, b"", eof=True))
+            self._send(wire.data(request_id, b"", eof=True), deadline)
 
     def _cancel(self, request_id: int, entry: _Entry) -> None:
+        """Stop a request inside and forget it. Its final frame is due soon: who reads next sees to that."""
+        deadline = monotonic() + CANCEL_GRACE_S
         with self._lock:
             if entry.call.finished or self._reason is not None or self._open.get(request_id) is not entry:
                 return
@@ -354,14 +372,17 @@ class BlockingChannel:
             for part in entry.parts or ():
                 if part in self._open:
                     self._open[part] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None))
-        self._send(wire.cancel(request_id))
+            self._cancelled[request_id] = deadline
+            if entry.changed is not None:
+                entry.changed.notify_all()
+        self._send(wire.cancel(request_id), deadline)
 
     # ---- waiting and reading ----
 
-    def _finish(self, entry: _Entry, deadline: float) -> None:
-        """Wait for the final frame; silence beyond the deadline means that the sandbox is lost."""
+    def _finish(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+        """As `_wait`, but silence beyond the deadline means that the sandbox is lost."""
         try:
-            self._wait(entry, None, deadline)
+            self._wait(entry, is_ready, deadline)
         except TimeoutError:
             self._lose("the cell did not answer by an action's deadline", None)
             self._check()
@@ -411,8 +432,25 @@ class BlockingChannel:
             left = deadline - monotonic()
             if left < -_RECHECK_S:
                 return
-            self._limit_receive(max(left, _RECHECK_S))
+            if self._cancelled:
+                left = min(left, self._due_s())
+            self._limit_receive(min(max(left, _RECHECK_S), _WAKE_S))
             self._read_once()
+            if self._cancelled and self._due_s() < 0:
+                self._expire()
+
+    def _due_s(self) -> float:
+        """How long until the first final frame of a cancelled request is overdue."""
+        with self._lock:
+            return next(iter(self._cancelled.values()), _FOREVER) - monotonic()
+
+    def _expire(self) -> None:
+        """A cancelled request's time is over. Nobody may have read for long: what lies in the socket is looked at first. Only by the leader."""
+        for _ in range(_OVERDUE_READS):
+            if not self._read_once(socket.MSG_DONTWAIT):
+                break
+        if self._due_s() < 0:
+            self._lose("the cell did not end a cancelled action", None)
 
     def _resign(self) -> None:
         with self._lock:
@@ -431,35 +469,29 @@ class BlockingChannel:
 
     def _limit_receive(self, left: float) -> None:
         """Let `recv` return after `left` seconds at the latest: an option of the socket saves a poll for each read."""
-        current = self._receive_timeout_s
-        if left == _FOREVER:
-            wanted = 0.0
-            if current == 0.0:
-                return
-        else:
-            if 0.5 * left <= current <= left:
-                return
-            wanted = left
-        seconds = int(wanted)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, int((wanted - seconds) * 1e6)))
-        self._receive_timeout_s = wanted
-
-    def _read_once(self) -> None:
-        """Only by the leader."""
-        try:
-            data = self._sock.recv(RECEIVE_SIZE)
-        except (BlockingIOError, InterruptedError):
+        if 0.5 * left <= self._receive_timeout_s <= left:
             return
+        seconds = int(left)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, int((left - seconds) * 1e6)))
+        self._receive_timeout_s = left
+
+    def _read_once(self, flags: int = 0) -> bool:
+        """Whether something came. Only by the leader."""
+        try:
+            data = self._sock.recv(RECEIVE_SIZE, flags)
+        except (BlockingIOError, InterruptedError):
+            return False
         except OSError as exc:
             self._lose("the connection was reset", exc)
-            return
+            return False
         if not data:
             self._lose("the cell hung up", None)
-            return
+            return False
         with self._lock:
             replies = self._dispatch(data)
         if replies:
             self._send_if_free(replies)
+        return True
 
     def _dispatch(self, data: bytes) -> bytes:
         """Hand frames to whom they belong; gives what must be answered at once."""
@@ -475,6 +507,8 @@ class BlockingChannel:
                     raise ProtocolError("an answer before the greeting")
                 if entry.call.feed(kind, payload):
                     del entries[request_id]
+                    if self._cancelled:
+                        self._cancelled.pop(request_id, None)
                     if entry.parts is not None:
                         self._drop(entry.parts)
                 if entry.changed is not None:
@@ -502,7 +536,9 @@ class BlockingChannel:
         """Answers to what nobody asked for are dropped when they would hold up the reading."""
         if self._sending.acquire(blocking=False):
             try:
-                self._sock.send(frames, socket.MSG_DONTWAIT)
+                if not self._unsent:
+                    sent = self._sock.send(frames, socket.MSG_DONTWAIT)
+                    self._unsent = frames[sent:]
             except OSError:
                 pass
             finally:
@@ -530,6 +566,7 @@ class BlockingChannel:
             if entry.changed is not None:
                 entry.changed.notify_all()
         self._open.clear()
+        self._cancelled.clear()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes a leader that sits in recv
         self._sock.close()
@@ -586,8 +623,10 @@ class BlockingLink(Generic[T]):
         self._eof_sent = True
 
     def wait(self) -> T:
-        """The flow's result, once it has ended. Does not take what comes: someone must, or it never ends."""
-        self.channel._wait(self._entry, None, _FOREVER)
+        """The flow's result, once it has ended; `NotRun` when another thread cancels it. Does not take what comes: someone must, or it never ends."""
+        self.channel._wait(self._entry, lambda: self.flow.finished or self._cancelled, _FOREVER)
+        if not self.flow.finished:
+            raise NotRun("cancelled")
         return self.flow.result(self.channel.sandbox_id)
 
     def kill(self) -> None:

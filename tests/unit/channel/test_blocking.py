@@ -1,6 +1,7 @@
 """The blocking driver: one thread or many on one socket, deadlines, and interrupts."""
 
 import os
+import select
 import signal
 import socket
 import struct
@@ -11,7 +12,7 @@ import pytest
 from tests import agentwire
 from tests.unit.channel.fakecell import command_done, error
 
-from untax.channel import actions, flow, wire
+from untax.channel import actions, blocking, flow, wire
 from untax.channel.blocking import BlockingChannel
 from untax.core.errors import NotFound, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 
@@ -174,6 +175,110 @@ def test_an_interrupt_cancels_the_command(opened):
         time.sleep(0.001)
     assert [kind for _, kind, _ in cell.seen] == [wire.HELLO, wire.SPAWN, wire.CANCEL]
     assert not channel.is_lost
+
+
+def interrupted(channel, call):
+    """Make the call and cancel it as Ctrl-C does, once it was sent."""
+    request, entry = channel._begin(call)
+    channel._cancel(request, entry)
+    return request
+
+
+def test_a_cancelled_action_that_never_ends_is_a_lost_sandbox(opened, monkeypatch):
+    """As in `Channel`: the cell owes the final frame of what was cancelled."""
+    monkeypatch.setattr(blocking, "CANCEL_GRACE_S", 0.1)
+    _, channel = opened(lambda *_: None)
+    channel.wait_ready()
+    interrupted(channel, actions.run(["x"]))
+
+    with pytest.raises(SandboxLost, match="cancelled"):
+        channel.call(actions.run(["y"]))
+
+
+def test_a_leader_without_a_deadline_sees_what_others_cancel(opened, monkeypatch):
+    monkeypatch.setattr(blocking, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(blocking, "_WAKE_S", 0.05)
+    _, channel = opened(lambda *_: None)
+    ends = []
+
+    def wait():
+        with pytest.raises(SandboxLost) as caught:
+            channel.watch(".")
+        ends.append(caught.value)
+
+    leader = threading.Thread(target=wait)
+    leader.start()
+    interrupted(channel, actions.run(["x"]))
+    leader.join(10)
+    assert len(ends) == 1
+
+
+def test_an_end_that_nobody_has_read_yet_is_not_overdue(opened, monkeypatch):
+    """No thread reads between two actions: what came in time counts, however late it is looked at."""
+    monkeypatch.setattr(blocking, "CANCEL_GRACE_S", 0.0)
+
+    def answer(request, kind, payload):
+        return [(request, wire.ERROR, error(8))] if kind == wire.CANCEL else [(request, wire.DONE, b"")] if kind == wire.PING else None
+
+    _, channel = opened(answer)
+    channel.wait_ready()
+    interrupted(channel, actions.run(["x"]))
+    select.select([channel._sock], [], [], 10)
+    channel.call(actions.ping())
+    assert not channel._cancelled
+
+
+def test_a_body_that_is_not_taken_ends_at_the_deadline(opened):
+    """A cell that gives no credit, and one that reads nothing at all, are lost when the action's time is over."""
+    _, channel = opened(lambda *_: None, grace_s=0.1)
+    with pytest.raises(SandboxLost):
+        channel.call(actions.write("x", bytes(2 << 20)), timeout_s=0.1)
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(agentwire.hello())
+        channel = BlockingChannel(ours, sandbox_id="sbx-1", grace_s=0.1)
+        with pytest.raises(SandboxLost, match="did not take"):
+            channel.call(actions.write("x", bytes(1 << 20)), timeout_s=0.1)
+
+
+def test_an_interrupt_in_the_middle_of_a_frame_does_not_cut_it():
+    """The rest goes before anything else; a CANCEL inside of a frame would be read as its contents."""
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    theirs.sendall(agentwire.hello())
+    channel = BlockingChannel(ours, sandbox_id="sbx-1")
+    held = threading.Event()
+    got = bytearray()
+
+    def take():
+        held.wait(10)
+        while data := theirs.recv(1 << 20):
+            got.extend(data)
+
+    taker = threading.Thread(target=take)
+    taker.start()
+
+    def stop(*_):
+        held.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            channel.call(actions.write("x", bytes(1 << 20)))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    channel.close()
+    taker.join(10)
+    theirs.close()
+    kinds = []
+    while got:
+        length, _, kind, _, _ = struct.unpack_from("<IIBBH", got)
+        kinds.append(kind)
+        del got[: 4 + length]
+    assert kinds == [wire.HELLO, wire.WRITE, wire.CANCEL]
 
 
 def test_a13_nonsense_is_a_lost_sandbox(opened):
