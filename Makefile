@@ -27,7 +27,7 @@ $(VENV)/stamp: pyproject.toml
 	scripts/editable-install $(PY)
 	@touch $@
 
-$(CELL): CMakeLists.txt pyproject.toml $(wildcard native/*.c native/*.h) | $(VENV)/stamp
+$(CELL): CMakeLists.txt src/untax/__init__.py $(wildcard native/*.c native/*.h) | $(VENV)/stamp
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake -S . -B build/dev -G Ninja -DUNTAX_INPLACE=ON --log-level=WARNING
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build build/dev -- --quiet
 	@touch $@

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from untax.core.spec import EnvSpec, Limits, Repo
     from untax.engine import Engine
 
+# The one place that holds it: the wheel, the cell and the handshake take it from here.
 __version__ = "0.1.0"
 
 # Loaded when first asked for, so that `import untax` costs next to nothing.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from untax import __version__
 from untax.channel import wire
 from untax.channel.replies import Failure, printable
 from untax.channel.wire import Reader
 from untax.core.errors import ProtocolError
-
-CLIENT_VERSION = "0.1.0"
 
 
 class Handshake:
@@ -15,7 +14,7 @@ class Handshake:
 
     __slots__ = ("done", "greeting", "version")
 
-    def __init__(self, version: str = CLIENT_VERSION) -> None:
+    def __init__(self, version: str = __version__) -> None:
         self.greeting = wire.hello(version)
         self.version = ""  # of the cell
         self.done = False
