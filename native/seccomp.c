@@ -77,7 +77,7 @@ static const uint8_t table[SECCOMP_NUMBERS] = {
     S(sched_setparam) = V_ALLOW, S(sched_getscheduler) = V_ALLOW, S(sched_setscheduler) = V_ALLOW, S(sched_getattr) = V_ALLOW,
     S(sched_setattr) = V_ALLOW, S(sched_get_priority_max) = V_ALLOW, S(sched_get_priority_min) = V_ALLOW,
     S(sched_rr_get_interval) = V_ALLOW, S(getpriority) = V_ALLOW, S(setpriority) = V_ALLOW, S(ioprio_get) = V_ALLOW, S(ioprio_set) = V_ALLOW,
-    S(getrlimit) = V_ALLOW, S(setrlimit) = V_ALLOW, S(prlimit64) = V_ALLOW, S(getrusage) = V_ALLOW, S(times) = V_ALLOW, S(sysinfo) = V_ALLOW,
+    S(getrlimit) = V_ALLOW, S(setrlimit) = V_ALLOW, S(prlimit64) = V_PRLIMIT, S(getrusage) = V_ALLOW, S(times) = V_ALLOW, S(sysinfo) = V_ALLOW,
     S(uname) = V_ALLOW, S(getcpu) = V_ALLOW, S(getrandom) = V_ALLOW, S(gettimeofday) = V_ALLOW, S(clock_gettime) = V_ALLOW,
     S(clock_getres) = V_ALLOW, S(clock_nanosleep) = V_ALLOW, S(nanosleep) = V_ALLOW, S(getitimer) = V_ALLOW, S(setitimer) = V_ALLOW,
     S(timer_create) = V_ALLOW, S(timer_settime) = V_ALLOW, S(timer_gettime) = V_ALLOW, S(timer_getoverrun) = V_ALLOW,
@@ -130,7 +130,7 @@ enum verdict seccomp_verdict(unsigned number) { return number < SECCOMP_NUMBERS 
 uint32_t seccomp_arch(void) { return ARCH_NATIVE; }
 
 const char *seccomp_verdict_name(enum verdict v) {
-    static const char *const names[] = {"enosys", "eperm", "allow", "clone", "socket", "ioctl", "personality"};
+    static const char *const names[] = {"enosys", "eperm", "allow", "clone", "socket", "ioctl", "personality", "prlimit"};
     return names[v];
 }
 
@@ -138,6 +138,7 @@ const char *seccomp_verdict_name(enum verdict v) {
 
 #define LOAD(field) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, field))
 #define LOAD_ARG(n) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args) + 8 * (n))  // low half, little-endian
+#define LOAD_HIGH(n) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args) + 8 * (n) + 4)
 #define IF_EQUAL(value, then, otherwise) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, then, otherwise)
 #define IF_LESS(value, then, otherwise) BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, value, otherwise, then)
 #define IF_ANY_BIT(bits, then, otherwise) BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, bits, then, otherwise)
@@ -159,6 +160,10 @@ static const struct sock_filter on_personality[] = {
     LOAD_ARG(0), IF_EQUAL(0, 4, 0), IF_EQUAL(0x0008 /* PER_LINUX32 */, 3, 0), IF_EQUAL(0x20000 /* UNAME26 */, 2, 0),
     IF_EQUAL(0xffffffff /* only asks */, 1, 0), FAIL(EPERM), ALLOW,
 };
+static const struct sock_filter on_prlimit[] = {
+    LOAD_ARG(0), IF_EQUAL(0 /* the caller itself */, 5, 0), LOAD_ARG(2), IF_EQUAL(0, 0, 2), LOAD_HIGH(2), IF_EQUAL(0 /* no new limit */, 1, 0),
+    FAIL(EPERM), ALLOW,
+};
 static const struct sock_filter on_allow[] = {ALLOW};
 static const struct sock_filter on_eperm[] = {FAIL(EPERM)};
 static const struct sock_filter on_enosys[] = {FAIL(ENOSYS)};
@@ -169,7 +174,7 @@ static const struct {
 } pieces[] = {
 #define PIECE(array) {array, sizeof array / sizeof *array}
     [V_ENOSYS] = PIECE(on_enosys), [V_EPERM] = PIECE(on_eperm), [V_ALLOW] = PIECE(on_allow), [V_CLONE] = PIECE(on_clone),
-    [V_SOCKET] = PIECE(on_socket), [V_IOCTL] = PIECE(on_ioctl), [V_PERSONALITY] = PIECE(on_personality),
+    [V_SOCKET] = PIECE(on_socket), [V_IOCTL] = PIECE(on_ioctl), [V_PERSONALITY] = PIECE(on_personality), [V_PRLIMIT] = PIECE(on_prlimit),
 };
 
 struct program {

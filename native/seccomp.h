@@ -17,6 +17,7 @@ enum verdict {
     V_SOCKET,       // unix, inet, inet6, route netlink
     V_IOCTL,        // all but those that type into a terminal
     V_PERSONALITY,  // the harmless values
+    V_PRLIMIT,      // asking, and changing one's own: the worker and, where ids are shared, the agent are not the workload's to limit
 };
 
 enum verdict seccomp_verdict(unsigned number);

@@ -49,7 +49,7 @@ static void every_number_has_its_verdict(void) {
         switch (seccomp_verdict(n)) {
         case V_ENOSYS: CHECK(got == REFUSED(ENOSYS)); break;
         case V_EPERM: CHECK(got == REFUSED(EPERM)); break;
-        case V_ALLOW: case V_CLONE: case V_IOCTL: case V_PERSONALITY: CHECK(got == ALLOWED); break;
+        case V_ALLOW: case V_CLONE: case V_IOCTL: case V_PERSONALITY: case V_PRLIMIT: CHECK(got == ALLOWED); break;
         case V_SOCKET: CHECK(got == REFUSED(EPERM)); break;  // family 0
         }
     }
@@ -87,6 +87,10 @@ static void terminals_cannot_be_typed_into(void) {
     CHECK(call(SYS_ioctl, 0, 0x5413, 0) == ALLOWED);
     CHECK(call(SYS_personality, 0, 0, 0) == ALLOWED);
     CHECK(call(SYS_personality, 0x0040000, 0, 0) == REFUSED(EPERM));
+    CHECK(call(SYS_prlimit64, 0, 7, 0x7fff00001000) == ALLOWED);
+    CHECK(call(SYS_prlimit64, 1, 7, 0) == ALLOWED);
+    CHECK(call(SYS_prlimit64, 1, 7, 0x7fff00001000) == REFUSED(EPERM));
+    CHECK(call(SYS_prlimit64, 1, 7, 0x7fff00000000) == REFUSED(EPERM));  // only its upper half says that it is an address
 }
 
 // THREATS E17, by name: none of these may ever become allowed by a slip in the table.
