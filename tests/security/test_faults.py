@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -32,9 +33,14 @@ LONG = os.environ.get("UNTAX_LONG") == "1"
 INFRASTRUCTURE = {"SubstrateError", "PoolError", "UsageError", "ProtocolError"}
 
 
+before: set[str] = set()  # processes below this one when the test began
+
+
 @pytest.fixture(autouse=True)
-def adopted():
+def baseline():
     leftovers.adopt_orphans()
+    before.clear()
+    before.update(leftovers.Watch(marks=()).take().processes)
 
 
 @pytest.fixture
@@ -44,8 +50,8 @@ def state(tmp_path):
 
 def traces_of(state: Path, engine_pid: int) -> dict[str, list[str]]:
     """What an engine that is no more has left on the host."""
-    watch = leftovers.Watch(marks=(str(state), f"-{engine_pid}-"), state_dir=None)
-    found = watch.take().more_than(leftovers.Snapshot(namespaces=watch.take().namespaces, descriptors=watch.take().descriptors))
+    now = leftovers.Watch(marks=(str(state), f"-{engine_pid}-")).take()
+    found = now.more_than(leftovers.Snapshot(processes=frozenset(before), namespaces=now.namespaces, descriptors=now.descriptors))
     sandboxes = [str(p) for p in state.rglob("*") if p.name.startswith("sbx-")] if state.exists() else []
     return found | ({"entries": sandboxes} if sandboxes else {})
 
@@ -79,14 +85,15 @@ async def test_x1_a_killed_engine_leaves_nothing_behind_the_next_start(state):
         began = time.monotonic()
         async with engine_host(state) as second:
             await second.lease("a")
+            before.update(leftovers.Watch(marks=()).take().processes)  # the second engine's own
             assert not await wait_clean(state.with_name("none"), pid, 10)
-            assert time.monotonic() - began < 12
+            assert time.monotonic() - began < 10
             await second.call("release", box="a")
     assert not await wait_clean(state, pid, 10)
 
 
-@pytest.mark.parametrize("call", ["mount", "fsmount", "move_mount", "clone3", "clone", "mkdirat", "pivot_root", "setresuid"])
-@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize("when", [1, 3] if LONG else [1])
+@pytest.mark.parametrize("call", ["mount", "fsmount", "move_mount", "clone", "mkdirat", "setresuid"])
 async def test_x2_killed_between_two_steps_of_create(state, call, when):
     """The launcher dies at a named call while it makes a sandbox: a typed error, and the next start is clean."""
     if shutil.which("strace") is None:
@@ -95,14 +102,16 @@ async def test_x2_killed_between_two_steps_of_create(state, call, when):
         await host.lease("first")
         launcher = launcher_of(host.pid)
         pid = host.pid
-        async with strace(launcher, f"inject={call}:signal=KILL:when={when}"):
-            outcomes = await asyncio.gather(*(asyncio.wait_for(host.lease(f"b{n}"), 30) for n in range(3)), return_exceptions=True)
+        async with strace(launcher, f"inject={call}:signal=KILL:when={when}") as struck:
+            outcomes = await asyncio.gather(*(asyncio.wait_for(host.lease(f"b{n}"), 12) for n in range(3)), return_exceptions=True)
         for outcome in outcomes:
             assert outcome is None or (isinstance(outcome, Refused) and set(outcome.families) & INFRASTRUCTURE), outcome
         host.kill()
         await host.process.wait()
     assert await works(state)
     assert not await wait_clean(state, pid, 10)
+    if not struck:
+        pytest.skip(f"nobody makes the call {call} so often while a sandbox is made")
 
 
 def launcher_of(engine_pid: int) -> int:
@@ -114,20 +123,28 @@ def launcher_of(engine_pid: int) -> int:
 
 @contextlib.asynccontextmanager
 async def strace(pid: int, expression: str):
-    """Tamper with calls of a process and all it makes from now on."""
-    tracer = await asyncio.create_subprocess_exec(
-        "strace", "-f", "-qq", "-o", "/dev/null", "-e", expression, "-p", str(pid), stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        await asyncio.to_thread(hostview.eventually, lambda: _is_traced(pid) or tracer.returncode is not None, 5)
-        if tracer.returncode is not None:
-            pytest.skip(f"strace: {(await tracer.stderr.read()).decode()[-200:]}")
-        yield
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            tracer.terminate()
-        await tracer.wait()
-        tracer._transport.close()
+    """Tamper with calls of a process and all it makes from now on; gives a list that afterwards holds what was tampered with."""
+    struck: list[str] = []
+    with tempfile.NamedTemporaryFile() as log:
+        tracer = await asyncio.create_subprocess_exec(
+            "strace", "-f", "-qq", "-o", log.name, "-e", expression, "-p", str(pid), stderr=asyncio.subprocess.PIPE
+        )
+        try:
+            await asyncio.to_thread(hostview.eventually, lambda: _is_traced(pid) or tracer.returncode is not None, 5)
+            if tracer.returncode is not None:
+                pytest.skip(f"strace: {(await tracer.stderr.read()).decode()[-200:]}")
+            yield struck
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                tracer.terminate()
+            try:
+                await asyncio.wait_for(tracer.wait(), 3)
+            except TimeoutError:
+                tracer.kill()  # it waits for a tracee that has been killed under it
+                await tracer.wait()
+            tracer._transport.close()
+            text = Path(log.name).read_text(errors="replace")
+            struck += [line for line in text.splitlines() if "INJECTED" in line or "killed by SIGKILL" in line]
 
 
 def _is_traced(pid: int) -> bool:
@@ -309,7 +326,7 @@ async def test_x7_a_frozen_file_system_holds_up_nobody_but_its_user(tmp_path, as
             subprocess.run(["fsfreeze", "-f", str(where)], check=True)
             began = time.monotonic()
             try:
-                result = await asyncio.wait_for(host.run("a", ["sh", "-c", "for i in 1 2 3; do dd if=/dev/zero of=f$i bs=1M count=8 conv=fsync; done"], timeout_s=1), 10)
+                result = await asyncio.wait_for(host.run("a", ["sh", "-c", "for i in 1 2 3; do dd if=/dev/zero of=f$i bs=1M count=8 oflag=direct; done"], timeout_s=1), 10)
                 assert result["outcome"] == "timeout", result
             except Refused as refused:
                 assert refused.kind == "SandboxLost", refused
@@ -347,13 +364,16 @@ async def test_x8_an_image_on_a_hung_file_system_holds_up_nobody_else(tmp_path, 
             pytest.skip("FUSE cannot be mounted here")
         async with engine_host(tmp_path / "state") as host:
             await host.lease("a")
-            began = time.monotonic()
-            with pytest.raises(Refused):
-                await asyncio.wait_for(host.lease("b", {"image": f"dir:{where}"}, wait_s=1.0), 10)
-            took = time.monotonic() - began
-            fine = await asyncio.wait_for(host.run("a", ["echo", "fine"]), 5)
-            await asyncio.wait_for(host.lease("c", {}, wait_s=5.0), 10)
-            daemon.kill()  # the kernel then answers for it: everybody who waits gets an error
+            try:
+                began = time.monotonic()
+                with pytest.raises(Refused):
+                    await asyncio.wait_for(host.lease("b", {"image": f"dir:{where}"}, wait_s=1.0), 10)
+                took = time.monotonic() - began
+                fine = await asyncio.wait_for(host.run("a", ["echo", "fine"]), 5)
+                await asyncio.wait_for(host.lease("c", {}, wait_s=5.0), 10)
+            finally:
+                daemon.kill()  # the kernel then answers for it: everybody who waits gets an error
+                await daemon.wait()
         assert took < 4
         assert fine["stdout"] == b"fine\n"
     finally:
@@ -487,7 +507,11 @@ async def test_x12_input_and_output_errors_below_the_state_directory(tmp_path, a
 # ---- the kernel says no ----
 
 
-@pytest.mark.parametrize("call", ["mount", "umount2", "pivot_root", "clone", "clone3", "fsopen", "fsconfig", "fsmount", "move_mount", "mount_setattr", "mkdirat", "openat2", "sethostname", "write", "setresuid", "capset", "seccomp"])
+@pytest.mark.parametrize(
+    "call",
+    ["mount", "umount2", "clone", "fsopen", "fsconfig", "fsmount", "move_mount", "mount_setattr", "mkdirat", "sethostname", "setresuid", "capset"]
+    + (["pivot_root", "clone3", "openat2", "write", "seccomp", "setns", "chdir"] if LONG else []),
+)
 async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
     """For the first, second, third … time that it is made: a typed error or none, and then everything is as before."""
     if shutil.which("strace") is None:
@@ -496,13 +520,15 @@ async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
         await host.lease("first")
         await host.call("release", box="first")
         launcher = launcher_of(host.pid)
+        met = 0
         for when in range(1, 6 if LONG else 3):
-            async with strace(launcher, f"inject={call}:error=EBUSY:when={when}"):
+            async with strace(launcher, f"inject={call}:error=EBUSY:when={when}") as struck:
                 try:
                     await asyncio.wait_for(host.lease("b", {}, wait_s=8.0), 20)
                     await asyncio.wait_for(host.call("release", box="b"), 20)
                 except Refused as refused:
                     assert set(refused.families) & INFRASTRUCTURE, refused
+            met += len(struck)
             await host.lease("after")
             assert (await host.run("after", ["echo", "ok"]))["stdout"] == b"ok\n"
             await host.call("release", box="after")
@@ -510,6 +536,8 @@ async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
         pid = host.pid
         assert remaining or len(hostview.agents(host.pid)) <= 1  # one may be kept ready
     assert not await wait_clean(state, pid, 10)
+    if not met:
+        pytest.skip(f"nobody makes the call {call} while a sandbox is made")
 
 
 async def test_x14_out_of_descriptors_is_a_refusal(state):
@@ -942,4 +970,5 @@ async def test_x35_failures_in_a_loop_do_not_fill_the_log(state, tmp_path):
                 )
                 assert len(outcomes) == 50
     assert log.stat().st_size < 64 << 10
-    assert sum(p.stat().st_size for p in state.rglob("*") if p.is_file() and p.stat().st_blocks * 512 >= p.stat().st_size) < 1 << 20
+    written = [p for p in state.rglob("*") if p.is_file() and "disks" not in p.parts and "images" not in p.parts]
+    assert sum(p.stat().st_size for p in written) < 1 << 20
