@@ -88,9 +88,7 @@ class NamespaceSubstrate:
             return "needs Linux; connect to a server that runs on it"
         if reason := cell_missing_reason():
             return reason
-        if os.geteuid() != 0:
-            return _userns_reason()
-        return None
+        return _userns_reason()
 
     def evidence(self) -> Sequence[str]:
         lines = [f"kernel {os.uname().release}", "root" if os.geteuid() == 0 else "an ordinary user: agent and workload share one user id"]
@@ -174,7 +172,11 @@ class NamespaceSubstrate:
         if launcher is None:
             raise BackendError("", "the namespace substrate is not started, or closed")
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
-        lowers, views, path = self._image_of(spec.image)
+        if spec.image.startswith("dir:"):
+            # In a thread: a directory on a file system that does not answer must hold up nobody but this caller.
+            lowers, views, path = await asyncio.to_thread(self._image_of, spec.image)
+        else:
+            lowers, views, path = self._image_of(spec.image)
         limits = spec.limits
         memory = int(limits.memory_mib * _MIB)
         own = [WORKDIR, HOME] + ([spec.workdir] if spec.workdir else [])
@@ -382,9 +384,9 @@ def _read_number(path: str) -> int | None:
 
 
 def _userns_reason() -> str | None:
-    if _read_number("/proc/sys/user/max_user_namespaces") == 0:
-        return "user namespaces are switched off; sysctl -w user.max_user_namespaces=15000, or run as root"
-    if _read_number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
+    if _read_number("/proc/sys/user/max_user_namespaces") == 0:  # binds root as well
+        return "user namespaces are switched off; sysctl -w user.max_user_namespaces=15000"
+    if os.geteuid() != 0 and _read_number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
         return "user namespaces are for root only here; sysctl -w kernel.unprivileged_userns_clone=1, or run as root"
     return None
 
