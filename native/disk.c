@@ -51,7 +51,7 @@ static bool remove_entry(int top, int dir, const char *name, bool is_dir, unsign
     if (depth < DEPTH_MAX) return remove_below(top, dir, name, depth);
     char up[48];
     name_of(brought_up, up);
-    fchmodat(dir, name, 0700, 0);  // a directory that changes its parent must be writable
+    if (fchmodat(dir, name, 0700, 0)) return false;  // a directory that changes its parent must be writable
     if (renameat(dir, name, top, up)) return false;
     brought_up++;
     return true;
