@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,12 +94,25 @@ class Holding:
     def close(self) -> None:
         """Give the directory up and remove it. Safe to call twice."""
         if self._lock_fd >= 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove_tree(self.path)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
 
-def sweep(root: Path, remove: Callable[[Path], None]) -> int:
+def remove_tree(path: Path) -> bool:
+    """Remove it with whatever a workload put there; false when something is left.
+
+    The cell does what `rmtree` cannot: directories that nobody may enter, and more of them inside each other than Python
+    can recurse or has descriptors for. Neither ever follows a link.
+    """
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path):
+        subprocess.run([cell_path(), "remove", str(path)], stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
+    return not os.path.lexists(path)
+
+
+def sweep(root: Path, remove: Callable[[Path], object]) -> int:
     """Call `remove` for each holding below `root` whose engine is dead; it must take the directory itself away too.
 
     A directory that cannot be removed now is left for the next sweep. Returns how many were removed.

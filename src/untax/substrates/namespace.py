@@ -7,12 +7,10 @@ there is one id for everybody; docs/namespace.md says which protections remain.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
 import secrets
-import shutil
 import socket
 import struct
 import sys
@@ -21,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from untax.channel.client import READY_TIMEOUT_S
 from untax.channel.stream import SocketStream
-from untax.core.errors import BackendError, CreateError, DestroyError, SandboxLost, SubstrateUnavailable, UsageError
+from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.spec import EnvSpec
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._claims import Claim, RangeClaim, disk_image, mkfs_btrfs
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, sweep
+from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, remove_tree, sweep
 from untax.substrates._host_image import HostImage, host_image
 from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all
 
@@ -211,15 +210,10 @@ class NamespaceSubstrate:
         handle, pid = struct.unpack_from("<II", answer.fields)
         if answer.fd is None:
             raise BackendError(sandbox_id, "the launcher gave no channel")
-        facts = _facts(spec, path)
-        sandbox = NamespaceSandbox(self, launcher, sandbox_id, handle, pid, socket.socket(fileno=answer.fd), facts, self._unenforced)
+        channel = socket.socket(fileno=answer.fd)
+        user = None if spec.user in ("user", "1000") else spec.user
+        sandbox = NamespaceSandbox(self, launcher, sandbox_id, handle, pid, channel, user, _facts(spec, path), self._unenforced)
         self._live[handle] = sandbox
-        if spec.user is not None and spec.user not in ("user", "1000"):
-            try:
-                await sandbox.provide_worker(spec.user, name="")
-            except BaseException:
-                await sandbox.destroy()
-                raise
         return sandbox
 
     def _image_of(self, image: str) -> tuple[list[str], Sequence[tuple[str, str]], str | None]:
@@ -259,6 +253,7 @@ class NamespaceSandbox:
         handle: int,
         agent_pid: int,
         channel: socket.socket,
+        user: str | None,
         facts: Facts,
         unenforced: tuple[Unenforced, ...],
     ) -> None:
@@ -269,6 +264,7 @@ class NamespaceSandbox:
         self._launcher = launcher
         self._handle = handle
         self._channel: socket.socket | None = channel
+        self._user = user
         self._facts = facts
         self._failure: LauncherRefused | None = None
         self._dead = asyncio.Event()
@@ -277,7 +273,33 @@ class NamespaceSandbox:
         return self._facts
 
     async def wait_ready(self) -> None:
-        pass  # the cell greets on the channel when it is up; the socket is there already
+        """At once, because the socket is there and the cell greets on it when it is up; with a user of the spec's own, after that.
+
+        Whoever enters a sandbox gets the namespaces and the root that its first process has at that moment: before the
+        greeting these may still be the host's.
+        """
+        if self._user is not None and await self._is_greeted():
+            await self.provide_worker(self._user, name="")
+
+    async def _is_greeted(self) -> bool:
+        """Wait for the cell's greeting and leave it where it is; False when the cell has ended instead."""
+        if self._channel is None:
+            raise SandboxLost(self.id, "it is gone")
+        with self._channel.dup() as probe:  # a descriptor that no `destroy` closes under the loop
+            readable = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            loop.add_reader(probe, readable.set)
+            try:
+                async with asyncio.timeout(READY_TIMEOUT_S):
+                    await readable.wait()
+            except TimeoutError:
+                raise ReadinessTimeout(self.id, f"the cell did not greet within {READY_TIMEOUT_S:g} s") from None
+            finally:
+                loop.remove_reader(probe)
+            try:
+                return bool(probe.recv(1, socket.MSG_PEEK))
+            except OSError:
+                return False
 
     async def open_channel(self) -> SocketStream:
         channel, self._channel = self._channel, None
@@ -414,14 +436,5 @@ def _remove_trees(paths: Sequence[Path]) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Also what a workload or overlay made unreadable: as the owner we may change the modes of directories."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        # Never follows a link: fwalk goes by descriptor, and chmod is told not to.
-        for _, directories, _, fd in os.fwalk(path, onerror=lambda _: None):
-            for name in directories:
-                with contextlib.suppress(OSError):
-                    os.chmod(name, 0o700, dir_fd=fd, follow_symlinks=False)
-        shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
+    if not remove_tree(path):
         log.warning("%s could not be removed; the next start tries again", path)

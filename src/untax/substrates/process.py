@@ -11,7 +11,6 @@ import contextlib
 import getpass
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.spec import EnvSpec
 from untax.core.substrate import Facts, Unenforced
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, sweep
+from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, remove_tree, sweep
 
 # The cell needs milliseconds to kill its commands at the end of its input; one that takes longer is stuck.
 _EXIT_GRACE_S = 5.0
@@ -54,7 +53,7 @@ class ProcessSubstrate:
         if self._holding is None:
             ensure_private_dir(self._root.parent)
             self._holding = Holding.take(self._root)
-            await asyncio.to_thread(sweep, self._root, _remove)
+            await asyncio.to_thread(sweep, self._root, remove_tree)
 
     async def aclose(self) -> None:
         holding, self._holding = self._holding, None
@@ -123,7 +122,7 @@ class ProcessSandbox:
             self._stream.close()  # end of input: the cell kills its commands and exits
         if self._cell is not None and self._cell.returncode is None:
             await _wait_exit(self._cell)
-        await asyncio.to_thread(_remove, self._home)
+        await asyncio.to_thread(remove_tree, self._home)
 
 
 async def _wait_exit(cell: subprocess.Popen[bytes]) -> None:
@@ -155,19 +154,6 @@ def _descendants(pid: int) -> list[int]:
     except OSError:
         return []
     return [found for child in children for found in (*_descendants(int(child)), int(child))]
-
-
-def _remove(path: Path) -> None:
-    """Also what a workload made unreadable: as its owner we may change the modes of directories."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        os.chmod(path, 0o700)
-        for directory, children, _ in os.walk(path):
-            for child in children:  # before the walk goes down into it
-                name = os.path.join(directory, child)
-                if not os.path.islink(name):
-                    os.chmod(name, 0o700)
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _free_port() -> int:
