@@ -35,6 +35,7 @@ class Snapshot:
     def more_than(self, before: "Snapshot") -> dict[str, list[str]]:
         """What there is now and was not before, by kind; empty when nothing is left over."""
         extra = {kind: sorted(getattr(self, kind) - getattr(before, kind)) for kind in self.__dataclass_fields__}
+        extra["processes"] = [f"{name}: {hostview.seen(int(name.split()[0]))}" for name in extra["processes"]]
         return {kind: names for kind, names in extra.items() if names}
 
 
@@ -52,7 +53,7 @@ class Watch:
         return Snapshot(
             mounts=frozenset(line for line in _mounts() if self._is_ours(line)),
             cgroups=frozenset(name for name in _cgroups() if self._is_ours(name)),
-            processes=frozenset(f"{p.pid} {p.comm} {p.state} started {p.started}" for p in processes),
+            processes=frozenset(f"{p.pid} started {p.started}" for p in processes),
             namespaces=frozenset().union(*(_namespaces(p.pid) for p in processes), _namespaces("self")),
             loops=frozenset(line for line in _loops() if self._is_ours(line)),
             descriptors=frozenset(_descriptors()),

@@ -35,8 +35,14 @@ def engine(_runner, tmp_path_factory):
 async def _warmed(engine) -> None:
     """What the first sandbox makes once for all (a helper, a store) is not what the thousandth leaves behind."""
     await engine.start()
-    async with engine.lease() as box:
-        await box.run(["true"])
+
+    async def use() -> None:
+        async with engine.lease() as box:
+            await box.run(["true"])
+
+    for _ in range(2):
+        await asyncio.gather(*(use() for _ in range(4)))
+    await asyncio.sleep(0.3)  # until what is kept ready for the next lease is ready
 
 
 @pytest.fixture(scope="session")

@@ -193,8 +193,8 @@ set -e
 ip link set lo up
 unshare -n sleep 1000 &
 peer=$!
-until ip link add v0 type veth peer name v1 netns $peer; do sleep 0.01; done
 until [ "$(readlink /proc/$peer/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.01; done
+ip link add v0 type veth peer name v1 netns $peer
 ip addr add {GATEWAY}/24 dev v0
 ip link set v0 up
 nsenter -t $peer -n sh -c 'ip link set lo up; ip addr add {PUBLIC}/24 dev v1; ip addr add 10.1.2.3/24 dev v1; ip link set v1 up'

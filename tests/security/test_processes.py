@@ -1,6 +1,7 @@
 """THREATS 4.3: tricks with the process tree. Whatever a command leaves behind, the next one and the reset are clean."""
 
 import asyncio
+import contextlib
 import os
 import time
 
@@ -97,8 +98,11 @@ async def test_p7_orphans_are_reaped(box):
 
 async def test_p8_killing_everything_leaves_an_agent_or_a_typed_loss(box):
     try:
-        result = await box.shell("kill -9 -1; sleep 5", timeout_s=10)
-        assert result.outcome in ("signaled", "exited")
+        try:
+            result = await box.shell("kill -9 -1; sleep 5", timeout_s=10)
+            assert result.outcome in ("signaled", "exited")
+        except untax.SpawnFailed:  # the worker was killed before it could say that it had started the command
+            pass
         assert (await box.run(["echo", "here"], timeout_s=5)).stdout == b"here\n"
     except untax.SandboxLost:
         assert box.ledger.verdict == "infra"
@@ -118,6 +122,39 @@ async def test_p8_python_killing_every_pid_one_by_one(box):
     except untax.SandboxLost:
         assert box.ledger.verdict == "infra"
     assert time.monotonic() - began < 8
+
+
+_STOP_ALL = """
+import os, signal, sys, time
+if os.fork(): sys.exit(0)
+os.setsid()
+until = time.monotonic() + 8
+while time.monotonic() < until:
+    for p in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if open(f"/proc/{p}/comm").read() == "cell-worker\\n": os.kill(int(p), 9)
+        except OSError: pass
+    pause = time.monotonic() + 0.3
+    while time.monotonic() < pause:
+        try: os.kill(-1, signal.SIGSTOP)
+        except OSError: pass
+"""
+
+
+async def test_p18_a_workload_that_stops_its_new_worker_holds_up_nobody_else(box, engine, spec):
+    """A worker takes on the workload's identity on its way in and can be stopped half-way; the launcher must not wait for it."""
+    with contextlib.suppress(untax.SpawnFailed):  # it may kill the worker that has just started it
+        await python(box, _STOP_ALL, timeout_s=5)
+
+    async def act() -> None:
+        with contextlib.suppress(untax.UntaxError):
+            await box.run(["true"], timeout_s=0.3)
+
+    for _ in range(8):
+        acting = asyncio.create_task(act())
+        async with asyncio.timeout(3), engine.lease(spec) as other:
+            assert (await other.run(["echo", "free"])).stdout == b"free\n"
+        await acting
 
 
 async def test_p9_the_agent_cannot_be_signalled(box):
