@@ -24,7 +24,7 @@ from untax.channel.client import CANCEL_GRACE_S, GRACE_S, READY_TIMEOUT_S
 from untax.channel.flow import Flow, WatchFlow
 from untax.channel.handshake import Handshake
 from untax.channel.replies import Event, TreeSize
-from untax.channel.stream import RECEIVE_SIZE
+from untax.channel.stream import RECEIVE_SIZE, RECEIVE_SMALL
 from untax.channel.wire import FrameParser, Reader
 from untax.core.errors import NotRun, ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
 from untax.core.span import now_ns
@@ -106,6 +106,7 @@ class BlockingChannel:
         self._next_id = 1
         self._reason: str | None = None
         self._cause: BaseException | None = None
+        self._receive_size = RECEIVE_SMALL
         self._receive_timeout_s = 0.0  # as set on the socket; 0: none
         self._unsent = b""  # the rest of a frame whose sender was interrupted; guarded by `_sending`
         self._send(self._handshake.greeting)
@@ -478,7 +479,7 @@ class BlockingChannel:
     def _read_once(self, flags: int = 0) -> bool:
         """Whether something came. Only by the leader."""
         try:
-            data = self._sock.recv(RECEIVE_SIZE, flags)
+            data = self._sock.recv(self._receive_size, flags)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
@@ -487,6 +488,7 @@ class BlockingChannel:
         if not data:
             self._lose("the cell hung up", None)
             return False
+        self._receive_size = RECEIVE_SMALL if len(data) < RECEIVE_SMALL else RECEIVE_SIZE
         with self._lock:
             replies = self._dispatch(data)
         if replies:
