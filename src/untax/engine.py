@@ -66,7 +66,7 @@ class Engine:
             raise UsageError(f"limits must be 'warn' or 'strict', not {limits!r}")
         if isinstance(substrate, str):
             if state_dir is not None:
-                options["state_dir"] = os.fspath(state_dir)
+                options["state_dir"] = os.fsdecode(state_dir)
             substrate = substrates.load(substrate, **options)
         elif options or state_dir is not None:
             raise UsageError("options belong to a substrate given by name; this one is already made")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from untax import substrates
@@ -15,7 +14,7 @@ from untax.cli import EXIT_NO
 from untax.cli._terminal import one_line
 from untax.core.substrate import Diagnosing
 from untax.meter import host
-from untax.substrates._host import default_state_dir
+from untax.substrates._host import chosen_state_dir
 
 _MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "bad": "BAD "}
 
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
-    state_dir = Path(arguments.state_dir) if arguments.state_dir else default_state_dir()
+    state_dir = chosen_state_dir(arguments.state_dir)
     found = [_examined(name) for name in substrates.names()]
     findings = host.findings(state_dir)
     if arguments.json:

@@ -6,6 +6,7 @@ dies, however it dies. Whoever starts next can therefore tell what a dead engine
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
+from untax.core.spec import require_text
 
 _CELL = Path(__file__).resolve().parent.parent / "_native" / "cell"
 _LOCK = "lock"
@@ -48,6 +50,13 @@ def default_state_dir() -> Path:
         return Path("/var/lib/untax")
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(base) / "untax"
+
+
+def chosen_state_dir(given: str | None) -> Path:
+    """The directory that was named, or the default; absolute, because the launcher works elsewhere than its engine."""
+    if given is None:
+        return default_state_dir().absolute()
+    return Path(require_text("state_dir", given)).absolute()
 
 
 def ensure_private_dir(path: Path) -> None:
@@ -110,6 +119,23 @@ def remove_tree(path: Path) -> bool:
     if os.path.lexists(path):
         subprocess.run([cell_path(), "remove", str(path)], stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
     return not os.path.lexists(path)
+
+
+async def wait_exit(child: subprocess.Popen[bytes], patience_s: float, kill: Callable[[], object]) -> None:
+    """Return once `child` has ended and is reaped; it is killed, by `kill`, when that takes longer than `patience_s`."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(child.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(patience_s):
+            await ended.wait()
+    except TimeoutError:
+        kill()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    await asyncio.to_thread(child.wait)
 
 
 def sweep(root: Path, remove: Callable[[Path], object]) -> int:

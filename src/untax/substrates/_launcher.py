@@ -7,9 +7,7 @@ and are told apart by number; a descriptor may come with one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -18,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from untax.core.errors import BackendError
+from untax.substrates._host import wait_exit
 
 _PACKET = 64 << 10
 _FD_SPACE = socket.CMSG_SPACE(struct.calcsize("i"))
@@ -177,19 +176,7 @@ class Launcher:
         if process is None:
             return
         self._lose()
-        ended = asyncio.Event()
-        pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(pidfd, ended.set)
-        try:
-            async with asyncio.timeout(_EXIT_GRACE_S):
-                await ended.wait()
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGKILL)
-        finally:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        await asyncio.to_thread(process.wait)
+        await wait_exit(process, _EXIT_GRACE_S, process.kill)
 
 
 def _refusal(fields: bytes) -> LauncherRefused:

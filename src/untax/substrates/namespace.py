@@ -26,7 +26,7 @@ from untax.core.spec import EnvSpec
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._claims import Claim, RangeClaim, disk_image, mkfs_btrfs
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, remove_tree, sweep
+from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, remove_tree, sweep
 from untax.substrates._host_image import HostImage, host_image
 from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all
 
@@ -50,7 +50,7 @@ def make(state_dir: str | None = None, disk: Disk = "auto") -> NamespaceSubstrat
     """`disk="tmpfs"` keeps what sandboxes write in memory, of the size `disk_mib`."""
     if disk not in ("auto", "tmpfs"):
         raise UsageError(f"disk must be 'auto' or 'tmpfs', not {disk!r}")
-    return NamespaceSubstrate(Path(state_dir) if state_dir is not None else default_state_dir(), disk)
+    return NamespaceSubstrate(chosen_state_dir(state_dir), disk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,16 @@ from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.spec import EnvSpec
 from untax.core.substrate import Facts, Unenforced
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, default_state_dir, ensure_private_dir, remove_tree, sweep
+from untax.substrates._host import (
+    Holding,
+    cell_missing_reason,
+    cell_path,
+    chosen_state_dir,
+    ensure_private_dir,
+    remove_tree,
+    sweep,
+    wait_exit,
+)
 
 # The cell needs milliseconds to kill its commands at the end of its input; one that takes longer is stuck.
 _EXIT_GRACE_S = 5.0
@@ -33,7 +42,7 @@ _UNENFORCED = tuple(
 
 
 def make(state_dir: str | None = None) -> ProcessSubstrate:
-    return ProcessSubstrate(Path(state_dir) if state_dir is not None else default_state_dir())
+    return ProcessSubstrate(chosen_state_dir(state_dir))
 
 
 class ProcessSubstrate:
@@ -120,32 +129,17 @@ class ProcessSandbox:
     async def destroy(self) -> None:
         if self._stream is not None:
             self._stream.close()  # end of input: the cell kills its commands and exits
-        if self._cell is not None and self._cell.returncode is None:
-            await _wait_exit(self._cell)
+        cell = self._cell
+        if cell is not None and cell.returncode is None:
+            await wait_exit(cell, _EXIT_GRACE_S, lambda: _kill_family(cell.pid))
         await asyncio.to_thread(remove_tree, self._home)
 
 
-async def _wait_exit(cell: subprocess.Popen[bytes]) -> None:
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-    pidfd = os.pidfd_open(cell.pid)
-    loop.add_reader(pidfd, _resolve, ended)
-    try:
-        await asyncio.wait_for(ended, _EXIT_GRACE_S)
-    except TimeoutError:
-        # Stopped or stuck: it cannot clean up any more, so its descendants go first, while they still hang below it.
-        for pid in (*_descendants(cell.pid), cell.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-    await asyncio.to_thread(cell.wait)
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def _kill_family(pid: int) -> None:
+    """Stopped or stuck, it cannot clean up any more: its descendants go first, while they still hang below it."""
+    for one in (*_descendants(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _descendants(pid: int) -> list[int]:
