@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from untax.channel import actions
-from untax.channel.actions import Call
 from untax.channel.arguments import Name
+from untax.channel.call import Call
 
 Send = Callable[[list[Call[Any]], bool], Awaitable[list[Any]]]
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from untax.batch import Batch
 from untax.channel import actions, flow, tree
-from untax.channel.actions import Call, SearchHow
+from untax.channel.actions import SearchHow
 from untax.channel.arguments import Name
+from untax.channel.call import Call
 from untax.channel.client import READY_TIMEOUT_S, Channel, Watch
 from untax.channel.egress import Egress, EgressAttempt
 from untax.channel.process import Connection, Process

@@ -21,9 +21,10 @@ from untax.batch import Batch as AsyncBatch
 from untax.box import TIMEOUT_S, _record
 from untax.box import Box as AsyncBox
 from untax.channel import actions, flow, tree
-from untax.channel.actions import Call, SearchHow
+from untax.channel.actions import SearchHow
 from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel, BlockingLink
+from untax.channel.call import Call
 from untax.channel.client import Channel, Link
 from untax.channel.process import Output
 from untax.channel.replies import Entry, Event, ProcessInfo, SearchResult, TreeSize

@@ -11,7 +11,7 @@ import random
 from tests.fuzz import counting, grammar
 
 from untax.channel import blocking, client, wire
-from untax.channel.actions import Call
+from untax.channel.call import Call
 from untax.channel.flow import Flow, WatchFlow
 from untax.core.errors import ProtocolError, UntaxError
 

@@ -18,8 +18,8 @@ from time import monotonic
 from typing import Any, Generic, TypeVar
 
 from untax.channel import actions, flow, tree, wire
-from untax.channel.actions import Call
 from untax.channel.arguments import Name
+from untax.channel.call import Call
 from untax.channel.client import CANCEL_GRACE_S, GRACE_S, READY_TIMEOUT_S
 from untax.channel.flow import Flow, WatchFlow
 from untax.channel.handshake import Handshake

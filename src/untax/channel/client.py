@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from untax.channel import actions, flow, tree, wire
-from untax.channel.actions import Call
 from untax.channel.arguments import Name
+from untax.channel.call import Call
 from untax.channel.flow import EgressFlow, Flow, WatchFlow
 from untax.channel.handshake import Handshake
 from untax.channel.replies import Event, TreeSize

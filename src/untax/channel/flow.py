@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from untax.channel import wire
-from untax.channel.actions import TIMEOUT_S, Call, read_command, shell_argv, spawn_payload
+from untax.channel.actions import shell_argv, spawn_payload
 from untax.channel.arguments import Name, argv_bytes, path_bytes, whole_number
+from untax.channel.call import TIMEOUT_S, Call, read_command
 from untax.channel.replies import Event, TreeSize, name_text, read_event
 from untax.channel.wire import Reader, blob
 from untax.core.errors import ProtocolError

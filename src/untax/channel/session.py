@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from untax.channel import actions
 from untax.channel.arguments import Name
+from untax.channel.call import Call
 from untax.core.errors import Gone, UntaxError
 from untax.core.result import CommandResult
 
@@ -18,7 +19,7 @@ T = TypeVar("T")
 class Caller(Protocol):
     """Carries out one action: `Channel.call`, or something around it."""
 
-    async def __call__(self, call: actions.Call[T], /) -> T: ...
+    async def __call__(self, call: Call[T], /) -> T: ...
 
 
 class Session:

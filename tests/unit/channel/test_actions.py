@@ -6,6 +6,7 @@ import struct
 import pytest
 
 from untax.channel import actions, wire
+from untax.channel.call import ReadCall
 from untax.channel.wire import blob, frame
 from untax.core import errors
 from untax.core.errors import ProtocolError, UsageError
@@ -207,7 +208,7 @@ def test_many_small_parts_take_no_more_than_their_bytes(make):
     call = make()
     for _ in range(4000):
         call.feed(wire.OUT, b"\1x")
-    parts = call._parts if isinstance(call, actions.ReadCall) else call._heads[0]
+    parts = call._parts if isinstance(call, ReadCall) else call._heads[0]
 
     assert [bytes(part) for part in parts] == [b"x" * 4000]
 
