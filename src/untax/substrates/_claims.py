@@ -44,7 +44,7 @@ def _claim_first(directory: Path, count: int, suffix: str) -> Claim | None:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as exc:
-            raise BackendError("", f"{path}: {exc.strerror}") from exc
+            raise BackendError("", f"{path}: {exc.strerror}; make it writable, or name another state_dir") from exc
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -6,7 +6,6 @@ nothing else: no home directory, no /var, no /run, no secret. What is not on the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -56,7 +55,7 @@ _WRITTEN = {
     "resolv.conf": "",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\nservices: files\nprotocols: files\n",
 }
-_VERSION = b"1"
+_VERSION = b"2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,31 +109,47 @@ def _etc_facts() -> list[bytes]:
 def _build(skeleton: Path, programs: list[Path], views: tuple[tuple[str, str], ...]) -> None:
     partial = skeleton.with_name(f".{skeleton.name}-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True, mode=0o755)
-    for name in _EMPTY:
-        (partial / name).mkdir(mode=0o755)
-    for name in ("var/tmp",):
-        (partial / name).mkdir()
-        (partial / name).chmod(0o1777)
+    try:
+        _fill(partial, programs, views)
+        partial.rename(skeleton)
+    except OSError:
+        if not skeleton.is_dir():  # another engine may have been first; its skeleton is as good
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill(root: Path, programs: list[Path], views: tuple[tuple[str, str], ...]) -> None:
+    for name in (*_EMPTY, "var/tmp"):
+        (root / name).mkdir(parents=True)
     for place in programs:
         if place.is_symlink():
-            (partial / place.name).symlink_to(os.readlink(place))
+            (root / place.name).symlink_to(os.readlink(place))
     for _, inside in views:
-        (partial / inside.lstrip("/")).mkdir(parents=True, exist_ok=True)
+        (root / inside.lstrip("/")).mkdir(parents=True, exist_ok=True)
     for name in _ETC:
-        _copy(Path("/etc", name), partial / "etc" / name)
+        target = root / "etc" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy(Path("/etc", name), target)
     for name, text in _WRITTEN.items():
-        (partial / "etc" / name).write_text(text)
-    with contextlib.suppress(FileExistsError, OSError):
-        partial.rename(skeleton)  # another engine may have been first; its skeleton is as good
-    shutil.rmtree(partial, ignore_errors=True)
+        (root / "etc" / name).write_text(text)
+        (root / "etc" / name).chmod(0o644)
+    for directory, _, _ in os.walk(root):  # whatever the engine's own umask
+        Path(directory).chmod(0o755)
+    (root / "var/tmp").chmod(0o1777)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Best effort, unreadable files left out; links are kept as links."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(OSError, shutil.Error):
-        if source.is_symlink() or not source.is_dir():
-            shutil.copy2(source, target, follow_symlinks=False)
-        else:
-            shutil.copytree(source, target, symlinks=True)
+    """What cannot be read is left out; links are kept as links. A full disk is an error: half a skeleton would be kept for good."""
+    try:
+        if source.is_symlink():
+            target.symlink_to(os.readlink(source))
+        elif source.is_dir():
+            names = sorted(os.listdir(source))
+            target.mkdir()
+            for name in names:
+                _copy(source / name, target / name)
+        elif source.is_file():
+            shutil.copy2(source, target)
+    except (FileNotFoundError, PermissionError):
+        pass  # ours to write, so it is the source that is gone or closed to us

@@ -122,7 +122,7 @@ class NamespaceSubstrate:
         try:
             answer = await launcher.request(wire.CONFIG, fields)
         except LauncherRefused as exc:
-            raise SubstrateUnavailable("", f"namespace: {exc}; {_remedy(exc)}") from exc
+            raise SubstrateUnavailable("", f"namespace: {exc}; {_remedy(exc.error)}") from exc
         in_userns, abilities, mode, size = struct.unpack_from("<BBBI", answer.fields)
         return _Host(not in_userns, abilities, mode, answer.fields[7 : 7 + size].decode(errors="replace"))
 
@@ -206,7 +206,7 @@ class NamespaceSubstrate:
                 if exc.error in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EIO)
                 else CreateError
             )
-            raise kind(sandbox_id, f"{exc}; {_remedy(exc)}") from exc
+            raise kind(sandbox_id, f"{exc}; {_remedy(exc.error)}") from exc
         handle, pid = struct.unpack_from("<II", answer.fields)
         if answer.fd is None:
             raise BackendError(sandbox_id, "the launcher gave no channel")
@@ -221,7 +221,12 @@ class NamespaceSubstrate:
             if self._host_image is None or not os.path.isdir(self._host_image.skeleton):
                 images = self._root / "images"
                 ensure_private_dir(images)
-                self._host_image = host_image(images)
+                try:
+                    self._host_image = host_image(images)
+                except OSError as exc:
+                    raise BackendError(
+                        "", f"the image 'host' cannot be prepared in {images}: {exc.strerror}; {_remedy(exc.errno)}"
+                    ) from exc
             found = self._host_image
             return [found.skeleton], found.views, found.path
         if image.startswith("dir:"):
@@ -314,7 +319,7 @@ class NamespaceSandbox:
                 await self._dead.wait()
         except TimeoutError:
             return None
-        return f"{self._failure}; {_remedy(self._failure)}" if self._failure is not None else None
+        return f"{self._failure}; {_remedy(self._failure.error)}" if self._failure is not None else None
 
     async def provide_worker(self, user: str, name: str | None = None) -> None:
         try:
@@ -426,8 +431,8 @@ _REMEDIES = {
 }
 
 
-def _remedy(failure: LauncherRefused) -> str:
-    return _REMEDIES.get(failure.error, "run `untax doctor`")
+def _remedy(error: int | None) -> str:
+    return _REMEDIES.get(error or 0, "run `untax doctor`")
 
 
 def _remove_trees(paths: Sequence[Path]) -> None:

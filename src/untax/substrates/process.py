@@ -80,7 +80,7 @@ class ProcessSubstrate:
         try:
             home.mkdir(mode=0o700)
         except OSError as exc:
-            raise CreateError("", f"{home}: {exc.strerror}") from exc
+            raise CreateError("", f"{home}: {exc.strerror}; free space there, or name another state_dir") from exc
         return ProcessSandbox(home)
 
 
