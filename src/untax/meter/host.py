@@ -236,7 +236,8 @@ def _statvfs(path: Path) -> os.statvfs_result:
 
 
 def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
+    """The nearest directory above that is there and can be looked at."""
+    while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return path
 
