@@ -92,7 +92,7 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     autoclose int agents = pair[0], workers = pair[1];
     if (pipe2(status, O_CLOEXEC | O_NONBLOCK)) return -1;
     autoclose int ours = status[0], theirs = status[1];
-    struct entry e = {.in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .user = user,
+    struct entry e = {.in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .setup = b->status, .user = user,
                       .workdir = b->workdir, .disk_bytes = b->disk_bytes, .pids = b->pids};
     pid_t pid = cg_box_open(b->id, &e.cg) ? -1 : fork();
     if (!pid) sandbox_enter(&e);

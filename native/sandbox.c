@@ -17,6 +17,7 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <grp.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include "agent.h"
@@ -27,6 +28,7 @@
 #include "worker.h"
 
 #define PTYS_MAX "64"
+#define SETUP_PATIENCE_MS 4000  // less than the launcher waits for a worker
 #define TMPFS_INODES(bytes) ((bytes) / 4096 + 1024)
 
 static int status_fd = -1;
@@ -339,9 +341,21 @@ _Noreturn static void be_entered_worker(struct entry *e) {
     _exit(worker_main(e->sock, &opts));
 }
 
+// Until its set-up is over the first process is still in some of the launcher's own namespaces, and whoever followed it there would have the host's.
+static void wait_for_setup(int setup) {
+    struct pollfd p = {.fd = setup};
+    int n;
+    do n = poll(&p, 1, SETUP_PATIENCE_MS);
+    while (n < 0 && errno == EINTR);
+    if (n == 1 && p.revents & POLLHUP) return;
+    if (!n) errno = ETIMEDOUT;
+    fail("sandbox");
+}
+
 _Noreturn void sandbox_enter(struct entry *e) {
     status_fd = e->status;
     hide();
+    if (e->setup >= 0) wait_for_setup(e->setup);
     int keep[8] = {e->pidfd, e->userns, e->sock, e->status};
     for (int i = 0; i < e->cg.work_joins; i++) keep[4 + i] = e->cg.work_join[i];
     close_others(keep, 4 + (size_t)e->cg.work_joins);

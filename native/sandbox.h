@@ -45,6 +45,7 @@ _Noreturn void sandbox_main(struct plan *plan);
 struct entry {
     bool in_userns;
     int pidfd, userns, sock, status;
+    int setup;  // where the sandbox's own set-up reports; its end is waited for. -1: it is over
     struct cg_box cg;
     const char *user, *workdir;
     uint64_t disk_bytes;
