@@ -16,8 +16,9 @@ from untax.channel import actions, flow, tree
 from untax.channel.actions import SearchHow
 from untax.channel.arguments import Name
 from untax.channel.call import Call
-from untax.channel.client import READY_TIMEOUT_S, Channel, Watch
+from untax.channel.client import READY_TIMEOUT_S, Channel
 from untax.channel.egress import Egress, EgressAttempt
+from untax.channel.link import Watch
 from untax.channel.process import Connection, Process
 from untax.channel.replies import Entry, ProcessInfo, SearchResult, TreeSize
 from untax.channel.session import Session

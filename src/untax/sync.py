@@ -23,9 +23,11 @@ from untax.box import Box as AsyncBox
 from untax.channel import actions, flow, tree
 from untax.channel.actions import SearchHow
 from untax.channel.arguments import Name
-from untax.channel.blocking import BlockingChannel, BlockingLink
+from untax.channel.blocking import BlockingChannel
+from untax.channel.blocking_link import BlockingLink
 from untax.channel.call import Call
-from untax.channel.client import Channel, Link
+from untax.channel.client import Channel
+from untax.channel.link import Link
 from untax.channel.process import Output
 from untax.channel.replies import Entry, Event, ProcessInfo, SearchResult, TreeSize
 from untax.channel.stream import SocketStream

@@ -10,7 +10,7 @@ import random
 
 from tests.fuzz import counting, grammar
 
-from untax.channel import blocking, client, wire
+from untax.channel import blocking, blocking_link, client, link, wire
 from untax.channel.call import Call
 from untax.channel.flow import Flow, WatchFlow
 from untax.core.errors import ProtocolError, UntaxError
@@ -215,7 +215,7 @@ class AsyncDriver:
         return self.channel._send(call)
 
     def send_batch(self, calls, whole):
-        ids = [self.channel._take_id(client._Entry(call, float("inf"))) for call in calls]
+        ids = [self.channel._take_id(link.Entry(call, float("inf"))) for call in calls]
         request_id, entry = self.channel._send(whole)
         entry.parts = ids
         return ids, (request_id, entry)
@@ -295,7 +295,7 @@ class BlockingDriver:
         return self.channel._begin(call)
 
     def send_batch(self, calls, whole):
-        ids = [self.channel._take_id(blocking._Entry(call)) for call in calls]
+        ids = [self.channel._take_id(blocking_link.Entry(call)) for call in calls]
         return ids, self.channel._begin(whole, parts=ids)
 
     def feed(self, piece):

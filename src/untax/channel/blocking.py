@@ -15,65 +15,29 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from untax.channel import actions, flow, tree, wire
 from untax.channel.arguments import Name
-from untax.channel.call import Call
+from untax.channel.batch import BatchCall
+from untax.channel.blocking_link import FOREVER, BlockingLink, BlockingWatch, Entry, Greeting
+from untax.channel.call import Call, Discarded
 from untax.channel.client import CANCEL_GRACE_S, GRACE_S, READY_TIMEOUT_S
-from untax.channel.flow import Flow, WatchFlow
+from untax.channel.flow import Flow
 from untax.channel.handshake import Handshake
-from untax.channel.replies import Event, TreeSize
+from untax.channel.link import PIECE
+from untax.channel.replies import TreeSize
 from untax.channel.stream import RECEIVE_SIZE, RECEIVE_SMALL
 from untax.channel.wire import FrameParser, Reader
-from untax.core.errors import NotRun, ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
+from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 from untax.core.span import now_ns
 
 T = TypeVar("T")
 
-_PIECE = 128 << 10  # of a body in one DATA frame: half a window
-_FOREVER = float("inf")
 _WAKE_S = 5.0  # a leader looks up this often, whatever it waits for: others may have set a nearer deadline meanwhile
 _OVERDUE_READS = 64  # how much that lies in the socket is read before a silence is believed
 _RECHECK_S = 0.02  # a deadline is believed only after one more look at what has come
 _TIMEVAL = struct.Struct("@ll")
-
-
-class _Entry:
-    """An open id: where its frames go, and the condition its waiters sleep on while another thread reads."""
-
-    __slots__ = ("call", "changed", "parts")
-
-    def __init__(self, call: Call[Any] | _Greeting) -> None:
-        self.call = call
-        self.changed: threading.Condition | None = None
-        self.parts: list[int] | None = None
-
-
-class _Greeting:
-    """The frames of id 0."""
-
-    __slots__ = ("handshake",)
-
-    def __init__(self, handshake: Handshake) -> None:
-        self.handshake = handshake
-
-    @property
-    def finished(self) -> bool:
-        return self.handshake.done
-
-    def feed(self, kind: int, payload: bytes) -> bool:
-        self.handshake.take(kind, payload)
-        return False
-
-
-class _Discarded(Call[None]):
-    """Takes the place of a cancelled call until its final frame has come."""
-
-    __slots__ = ()
-
-    def feed(self, kind: int, payload: bytes) -> bool:  # noqa: ARG002
-        return kind in (wire.DONE, wire.ERROR)
 
 
 class BlockingChannel:
@@ -98,10 +62,10 @@ class BlockingChannel:
         self._sending = threading.Lock()  # the order of frames on the socket; never taken while `_lock` is held
         self._parser = FrameParser()
         self._handshake = Handshake()
-        self._greeting = _Entry(_Greeting(self._handshake))
-        self._open: dict[int, _Entry] = {0: self._greeting}
+        self._greeting = Entry(Greeting(self._handshake))
+        self._open: dict[int, Entry] = {0: self._greeting}
         self._cancelled: dict[int, float] = {}  # ids whose final frame is due by then, the earliest first
-        self._followers: dict[_Entry, int] = {}
+        self._followers: dict[Entry, int] = {}
         self._is_read = False  # some thread is the leader
         self._next_id = 1
         self._reason: str | None = None
@@ -160,22 +124,15 @@ class BlockingChannel:
 
     def batch(self, calls: Sequence[Call[Any]], *, stop: bool = False) -> list[object]:
         """As `Channel.batch`."""
-        for call in calls:
-            if call.body is not None or isinstance(call, (Flow, WatchFlow)) or call.finished:
-                raise UsageError("streams, bodies over 1 MiB and calls already made cannot be in a batch: send them alone")
+        whole = BatchCall(calls, stop=stop)
         if not calls:
             return []
         started_ns = now_ns()
-        ids = [self._take_id(_Entry(call)) for call in calls]
-        times = [call.timeout_s for call in calls]
+        ids: list[int] = []
         try:
-            frames = b"".join(call.encode(request_id) for call, request_id in zip(calls, ids, strict=True))
-            whole = Call(
-                wire.BATCH,
-                wire.u8(stop) + wire.u32(len(calls)) + frames,
-                timeout_s=None if None in times else min(sum(filter(None, times)), 4e6),
-                decode=Reader.u32,
-            )
+            for call in calls:
+                ids.append(self._take_id(Entry(call)))
+            whole.join(ids)
             deadline = self._deadline(whole)
             request_id, entry = self._begin(whole, deadline, parts=ids)
         except BaseException:
@@ -189,10 +146,10 @@ class BlockingChannel:
             raise
         whole.result(self.sandbox_id)
         trip_ns = now_ns() - started_ns
-        if not all(call.finished for call in calls):
+        if not whole.has_all_answers:
             self._lose_for(ProtocolError("a batch ended before its parts"))
             self._check()
-        return [_outcome(call, self.sandbox_id, trip_ns) for call in calls]
+        return whole.outcomes(self.sandbox_id, trip_ns)
 
     # ---- streams ----
 
@@ -200,7 +157,7 @@ class BlockingChannel:
         """Begin a flow; returns once it has started, raises what the cell answered instead."""
         request_id, entry = self._begin(stream)
         try:
-            self._wait(entry, lambda: stream.started or stream.finished, _FOREVER)
+            self._wait(entry, lambda: stream.started or stream.finished, FOREVER)
         except BaseException:
             self._cancel(request_id, entry)
             raise
@@ -212,7 +169,7 @@ class BlockingChannel:
         call = flow.watch(path, recursive=recursive)
         request_id, entry = self._begin(call)
         try:
-            self._wait(entry, lambda: call.started or call.finished, _FOREVER)
+            self._wait(entry, lambda: call.started or call.finished, FOREVER)
         except BaseException:
             self._cancel(request_id, entry)
             raise
@@ -258,12 +215,12 @@ class BlockingChannel:
     # ---- ids and sending ----
 
     def _deadline(self, call: Call[Any]) -> float:
-        return _FOREVER if call.timeout_s is None else monotonic() + call.timeout_s + self._grace_s
+        return FOREVER if call.timeout_s is None else monotonic() + call.timeout_s + self._grace_s
 
-    def _begin(self, call: Call[Any], deadline: float = _FOREVER, parts: list[int] | None = None) -> tuple[int, _Entry]:
+    def _begin(self, call: Call[Any], deadline: float = FOREVER, parts: list[int] | None = None) -> tuple[int, Entry]:
         if os.getpid() != self._pid:
             raise UsageError("this process is a fork of the one that opened the sandbox: open another one here")
-        entry = _Entry(call)
+        entry = Entry(call)
         entry.parts = parts
         request_id = self._take_id(entry)
         try:
@@ -279,7 +236,7 @@ class BlockingChannel:
             raise
         return request_id, entry
 
-    def _take_id(self, entry: _Entry) -> int:
+    def _take_id(self, entry: Entry) -> int:
         with self._lock:
             self._check()
             if len(self._open) > wire.REQUESTS_MAX - 1:
@@ -295,7 +252,7 @@ class BlockingChannel:
         for request_id in ids:
             self._open.pop(request_id, None)
 
-    def _send(self, data: bytes, deadline: float = _FOREVER) -> None:
+    def _send(self, data: bytes, deadline: float = FOREVER) -> None:
         """Send all of it; a cell that has not taken it by the deadline is lost.
 
         While the cell takes nothing, what it sends is read, or both sides would wait for ever. An interrupt leaves the rest of the
@@ -346,11 +303,11 @@ class BlockingChannel:
                     self._dispatch(data)
         self._lose("the connection was reset", exc)
 
-    def _send_body(self, request_id: int, entry: _Entry, call: Call[Any], deadline: float) -> None:
+    def _send_body(self, request_id: int, entry: Entry, call: Call[Any], deadline: float) -> None:
         assert call.body is not None
         for chunk in call.body:
-            for at in range(0, len(chunk), _PIECE):
-                piece = chunk[at : at + _PIECE]
+            for at in range(0, len(chunk), PIECE):
+                piece = chunk[at : at + PIECE]
                 size = len(piece)
                 if call.window < size:
                     self._finish(entry, lambda: call.window >= size or call.finished, deadline)  # noqa: B023
@@ -362,17 +319,17 @@ class BlockingChannel:
         if not call.finished:
             self._send(wire.data(request_id, b"", eof=True), deadline)
 
-    def _cancel(self, request_id: int, entry: _Entry) -> None:
+    def _cancel(self, request_id: int, entry: Entry) -> None:
         """Stop a request inside and forget it. Its final frame is due soon: who reads next sees to that."""
         deadline = monotonic() + CANCEL_GRACE_S
         with self._lock:
             if entry.call.finished or self._reason is not None or self._open.get(request_id) is not entry:
                 return
-            gone = self._open[request_id] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None))
+            gone = self._open[request_id] = Entry(Discarded())
             gone.parts = entry.parts
             for part in entry.parts or ():
                 if part in self._open:
-                    self._open[part] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None))
+                    self._open[part] = Entry(Discarded())
             self._cancelled[request_id] = deadline
             if entry.changed is not None:
                 entry.changed.notify_all()
@@ -380,7 +337,7 @@ class BlockingChannel:
 
     # ---- waiting and reading ----
 
-    def _finish(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+    def _finish(self, entry: Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         """As `_wait`, but silence beyond the deadline means that the sandbox is lost."""
         try:
             self._wait(entry, is_ready, deadline)
@@ -388,7 +345,7 @@ class BlockingChannel:
             self._lose("the cell did not answer by an action's deadline", None)
             self._check()
 
-    def _wait(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+    def _wait(self, entry: Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         """Until `is_ready` (or the call is finished). `TimeoutError` at the deadline, `SandboxLost` at the channel's end."""
         try:
             self._wait_in_turn(entry, is_ready, deadline)
@@ -398,7 +355,7 @@ class BlockingChannel:
                 with self._lock:
                     self._wake_another()
 
-    def _wait_in_turn(self, entry: _Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+    def _wait_in_turn(self, entry: Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         call = entry.call
         while True:
             with self._lock:
@@ -417,18 +374,18 @@ class BlockingChannel:
             finally:
                 self._resign()
 
-    def _follow(self, entry: _Entry, left: float) -> None:
+    def _follow(self, entry: Entry, left: float) -> None:
         if entry.changed is None:
             entry.changed = threading.Condition(self._lock)
         self._followers[entry] = self._followers.get(entry, 0) + 1
         try:
-            entry.changed.wait(None if left == _FOREVER else left)
+            entry.changed.wait(None if left == FOREVER else left)
         finally:
             self._followers[entry] -= 1
             if not self._followers[entry]:
                 del self._followers[entry]
 
-    def _lead(self, call: Call[Any] | _Greeting, is_ready: Callable[[], bool] | None, deadline: float) -> None:
+    def _lead(self, call: Call[Any] | Greeting, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         while not (call.finished if is_ready is None else is_ready()) and self._reason is None:
             left = deadline - monotonic()
             if left < -_RECHECK_S:
@@ -443,7 +400,7 @@ class BlockingChannel:
     def _due_s(self) -> float:
         """How long until the first final frame of a cancelled request is overdue."""
         with self._lock:
-            return next(iter(self._cancelled.values()), _FOREVER) - monotonic()
+            return next(iter(self._cancelled.values()), FOREVER) - monotonic()
 
     def _expire(self) -> None:
         """A cancelled request's time is over. Nobody may have read for long: what lies in the socket is looked at first. Only by the leader."""
@@ -576,108 +533,3 @@ class BlockingChannel:
             lost = SandboxLost(self.sandbox_id, reason)
             lost.__cause__ = cause
             self._on_lost(lost)
-
-
-class BlockingLink(Generic[T]):
-    """The caller's end of a flow. One thread may receive while another sends."""
-
-    def __init__(self, channel: BlockingChannel, request_id: int, entry: _Entry, stream: Flow[T]) -> None:
-        self.channel = channel
-        self.flow = stream
-        self._id = request_id
-        self._entry = entry
-        self._eof_sent = False
-        self._cancelled = False
-
-    def receive(self, timeout_s: float | None = None) -> tuple[int, bytes] | None:
-        """The next piece and its stream, or None when nothing more will come; `TimeoutError` after `timeout_s`."""
-        channel, stream = self.channel, self.flow
-        deadline = _FOREVER if timeout_s is None else monotonic() + timeout_s
-        while True:
-            with channel._lock:
-                piece = stream.take()
-                credit = stream.credit(self._id) if piece is not None else b""
-            if piece is not None:
-                if credit:
-                    channel._send(credit)
-                return piece
-            if stream.is_ended or self._cancelled:
-                return None
-            channel._wait(self._entry, lambda: stream.is_ended or stream.has_pieces or self._cancelled, deadline)
-
-    def send(self, data: bytes) -> None:
-        """Send, waiting while the other side does not take it. `BrokenPipeError` once it takes no more."""
-        view = memoryview(data)
-        stream = self.flow
-        while view:
-            self.channel._wait(self._entry, lambda: stream.window > 0 or stream.finished, _FOREVER)
-            if stream.finished or self._eof_sent or self._cancelled:
-                raise BrokenPipeError("the other end is closed")
-            with self.channel._lock:
-                piece = bytes(view[: min(stream.window, _PIECE)])
-                stream.window -= len(piece)
-            view = view[len(piece) :]
-            self.channel._send(wire.data(self._id, piece, eof=False))
-
-    def send_eof(self) -> None:
-        if not self._eof_sent and not self.flow.finished and not self._cancelled and not self.channel.is_lost:
-            self.channel._send(wire.data(self._id, b"", eof=True))
-        self._eof_sent = True
-
-    def wait(self) -> T:
-        """The flow's result, once it has ended; `NotRun` when another thread cancels it. Does not take what comes: someone must, or it never ends."""
-        self.channel._wait(self._entry, lambda: self.flow.finished or self._cancelled, _FOREVER)
-        if not self.flow.finished:
-            raise NotRun("cancelled")
-        return self.flow.result(self.channel.sandbox_id)
-
-    def kill(self) -> None:
-        """Stop the flow inside; its result still comes."""
-        if not self.flow.finished and not self._cancelled and not self.channel.is_lost:
-            self.channel._send(wire.cancel(self._id))
-
-    def cancel(self) -> None:
-        """Stop the flow inside and forget it. Safe to call at any time."""
-        self._cancelled = True
-        self.channel._cancel(self._id, self._entry)
-
-
-class BlockingWatch:
-    """Events below a path; iterating waits for the next one, `close` ends it."""
-
-    def __init__(self, channel: BlockingChannel, request_id: int, entry: _Entry, call: WatchFlow) -> None:
-        self._channel = channel
-        self._id = request_id
-        self._entry = entry
-        self._call = call
-
-    def __iter__(self) -> BlockingWatch:
-        return self
-
-    def __next__(self) -> Event:
-        return self.next(None)
-
-    def next(self, timeout_s: float | None) -> Event:
-        """The next event; `TimeoutError` after `timeout_s`, `StopIteration` at the end."""
-        deadline = _FOREVER if timeout_s is None else monotonic() + timeout_s
-        call = self._call
-        self._channel._wait(self._entry, lambda: bool(call.events) or call.finished, deadline)
-        if not call.events:
-            raise StopIteration
-        return call.events.popleft()
-
-    def close(self) -> None:
-        self._channel._cancel(self._id, self._entry)
-
-    def __enter__(self) -> BlockingWatch:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _outcome(call: Call[Any], sandbox_id: str, trip_ns: int) -> object:
-    try:
-        return call.result(sandbox_id, trip_ns)
-    except UntaxError as exc:
-        return exc

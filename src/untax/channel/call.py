@@ -285,3 +285,15 @@ class ItemsCall(Call[T], Generic[T, I]):
             raise ProtocolError(f"more than the {self._most} items asked for")
         for _ in range(count):
             self.items.append(self._read(reader))
+
+
+class Discarded(Call[None]):
+    """Takes the place of a cancelled call until its final frame has come."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__(wire.CANCEL, b"", timeout_s=None)
+
+    def feed(self, kind: int, payload: bytes) -> bool:  # noqa: ARG002
+        return kind in (wire.DONE, wire.ERROR)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from untax.channel import actions, flow, tree, wire
 from untax.channel.arguments import Name
-from untax.channel.call import Call
-from untax.channel.flow import EgressFlow, Flow, WatchFlow
+from untax.channel.batch import BatchCall
+from untax.channel.call import Call, Discarded
+from untax.channel.flow import EgressFlow, Flow
 from untax.channel.handshake import Handshake
-from untax.channel.replies import Event, TreeSize
+from untax.channel.link import PIECE, EgressLink, Entry, Link, Watch
+from untax.channel.replies import TreeSize
 from untax.channel.wire import FrameParser, Reader
-from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UntaxError, UsageError
+from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 from untax.core.span import now_ns
 from untax.core.stream import ByteStream
 
@@ -30,41 +32,12 @@ _RECHECK_S = 0.02  # before a silence is believed the loop gets one more chance 
 _WRITE_HIGH = 4 << 20  # above this much unsent, nothing more is read: it would only make more to send
 _EGRESS_MAX = 256  # streams that a cell may have open at once
 _OPEN_MAX = wire.REQUESTS_MAX + _EGRESS_MAX
-_PIECE = 128 << 10  # of a body in one DATA frame: half a window, so that one is filled while the other is read
 
 
 class EgressHandler(Protocol):
     """Serves the streams that programs inside ask for; see `egress.Egress`."""
 
     async def serve(self, host: bytes, port: int, link: EgressLink) -> None: ...
-
-
-class _Entry:
-    """An open id: where its frames go and who is told."""
-
-    __slots__ = ("call", "deadline", "parts", "waiters")
-
-    def __init__(self, call: Call[Any], deadline: float) -> None:
-        self.call = call
-        self.deadline = deadline
-        self.parts: list[int] | None = None  # of a batch: ids that end with it, answered or not
-        self.waiters: list[asyncio.Future[None]] = []
-
-    def wake(self) -> None:
-        if self.waiters:
-            waiters, self.waiters = self.waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-
-class _Discarded(Call[None]):
-    """Takes the place of a cancelled call until its final frame has come."""
-
-    __slots__ = ()
-
-    def feed(self, kind: int, payload: bytes) -> bool:  # noqa: ARG002
-        return kind in (wire.DONE, wire.ERROR)
 
 
 class Channel:
@@ -87,7 +60,7 @@ class Channel:
         self._grace_s = grace_s
         self._loop = asyncio.get_running_loop()
         self._parser = FrameParser()
-        self._open: dict[int, _Entry] = {}
+        self._open: dict[int, Entry] = {}
         self._next_id = 1
         self._handshake = Handshake()
         self._ready = self._loop.create_future()
@@ -156,24 +129,14 @@ class Channel:
 
         Gives, in order, each one's value or the `UntaxError` it would have raised (`NotRun` for what was left out).
         """
-        for call in calls:
-            if call.body is not None or isinstance(call, (Flow, WatchFlow)) or call.finished:
-                raise UsageError("streams, bodies over 1 MiB and calls already made cannot be in a batch: send them alone")
+        whole = BatchCall(calls, stop=stop)
         if not calls:
             return []
         await self._wait_room(len(calls) + 1)
         started_ns = now_ns()
-        entries = [_Entry(call, float("inf")) for call in calls]
-        ids = [self._take_id(entry) for entry in entries]
-        frames = b"".join(call.encode(request_id) for call, request_id in zip(calls, ids, strict=True))
-        times = [call.timeout_s for call in calls]
-        whole = Call(
-            wire.BATCH,
-            wire.u8(stop) + wire.u32(len(calls)) + frames,
-            timeout_s=None if None in times else min(sum(filter(None, times)), 4e6),
-            decode=Reader.u32,
-        )
+        ids = [self._take_id(Entry(call, float("inf"))) for call in calls]
         try:
+            whole.join(ids)
             request_id, entry = self._send(whole)
         except BaseException:
             self._drop(ids)
@@ -182,10 +145,10 @@ class Channel:
         await self._answer(request_id, entry)
         whole.result(self.sandbox_id)
         trip_ns = now_ns() - started_ns
-        if not all(call.finished for call in calls):
+        if not whole.has_all_answers:
             self._lose_for(ProtocolError("a batch ended before its parts"))
             self._check()
-        return [_outcome(call, self.sandbox_id, trip_ns) for call in calls]
+        return whole.outcomes(self.sandbox_id, trip_ns)
 
     # ---- streams ----
 
@@ -326,7 +289,7 @@ class Channel:
             self._write(wire.frame(request_id, wire.EGRESS_DENY, wire.u16(status) + wire.blob(why)))
             return
         call = EgressFlow()
-        entry = self._open[request_id] = _Entry(call, float("inf"))
+        entry = self._open[request_id] = Entry(call, float("inf"))
         link = EgressLink(self, request_id, entry, call)
         task = self._loop.create_task(self.egress.serve(host, port, link))
         self._egress_tasks.add(task)
@@ -340,10 +303,10 @@ class Channel:
 
     # ---- ids, waiting, deadlines ----
 
-    def _send(self, call: Call[T]) -> tuple[int, _Entry]:
+    def _send(self, call: Call[T]) -> tuple[int, Entry]:
         timeout_s = call.timeout_s
         deadline = float("inf") if timeout_s is None else self._loop.time() + timeout_s + self._grace_s
-        entry = _Entry(call, deadline)
+        entry = Entry(call, deadline)
         request_id = self._take_id(entry)
         try:
             frame = call.encode(request_id)
@@ -355,7 +318,7 @@ class Channel:
         self._write(frame)
         return request_id, entry
 
-    def _take_id(self, entry: _Entry) -> int:
+    def _take_id(self, entry: Entry) -> int:
         request_id = self._next_id
         while request_id in self._open:
             request_id = request_id % wire.ID_MAX + 1
@@ -363,7 +326,7 @@ class Channel:
         self._open[request_id] = entry
         return request_id
 
-    async def _answer(self, request_id: int, entry: _Entry) -> None:
+    async def _answer(self, request_id: int, entry: Entry) -> None:
         """Wait for the final frame."""
         future = self._loop.create_future()
         entry.waiters.append(future)
@@ -376,7 +339,7 @@ class Channel:
             self._cancel(request_id, entry)
             raise
 
-    async def _changed(self, entry: _Entry) -> None:
+    async def _changed(self, entry: Entry) -> None:
         self._check()
         future = self._loop.create_future()
         entry.waiters.append(future)
@@ -384,19 +347,19 @@ class Channel:
         if self._reason is not None and not entry.call.finished:
             self._check()
 
-    def _cancel(self, request_id: int, entry: _Entry) -> None:
+    def _cancel(self, request_id: int, entry: Entry) -> None:
         if not entry.call.finished and self._reason is None and self._open.get(request_id) is entry:
             self._write(wire.cancel(request_id))
             self._discard(request_id, entry)
             entry.wake()
 
-    def _discard(self, request_id: int, entry: _Entry) -> None:
+    def _discard(self, request_id: int, entry: Entry) -> None:
         deadline = self._loop.time() + CANCEL_GRACE_S
-        gone = self._open[request_id] = _Entry(_Discarded(wire.CANCEL, b"", timeout_s=None), deadline)
+        gone = self._open[request_id] = Entry(Discarded(), deadline)
         gone.parts = entry.parts
         for part in entry.parts or ():
             if part in self._open:
-                self._open[part].call = _Discarded(wire.CANCEL, b"", timeout_s=None)
+                self._open[part].call = Discarded()
         if deadline < self._timer_at:
             self._arm(deadline)
 
@@ -411,7 +374,7 @@ class Channel:
         self._timer_at = deadline
         self._timer = self._loop.call_at(deadline, self._expire, None)
 
-    def _expire(self, suspect: _Entry | None) -> None:
+    def _expire(self, suspect: Entry | None) -> None:
         self._timer, self._timer_at = None, float("inf")
         if self._reason is not None or not self._open:
             return
@@ -438,7 +401,7 @@ class Channel:
             await self._answer(request_id, entry)
         return call.result(self.sandbox_id, now_ns() - started_ns)
 
-    async def _send_body(self, request_id: int, entry: _Entry, body: Iterator[bytes]) -> None:
+    async def _send_body(self, request_id: int, entry: Entry, body: Iterator[bytes]) -> None:
         """Send DATA as the window allows; a call that ends early ends it. What reads the disk does so in a thread."""
         call = entry.call
         in_thread = isinstance(body, tree.Packer)
@@ -448,8 +411,8 @@ class Channel:
                 if chunk is None:
                     self._write(wire.data(request_id, b"", eof=True))
                     return
-                for at in range(0, len(chunk), _PIECE):
-                    piece = chunk[at : at + _PIECE]
+                for at in range(0, len(chunk), PIECE):
+                    piece = chunk[at : at + PIECE]
                     while call.window < len(piece) and not call.finished:
                         await self._changed(entry)
                     if call.finished:
@@ -507,143 +470,6 @@ class Channel:
             lost = SandboxLost(self.sandbox_id, reason)
             lost.__cause__ = cause
             self._on_lost(lost)
-
-
-class Link(Generic[T]):
-    """The caller's end of a flow."""
-
-    def __init__(self, channel: Channel, request_id: int, entry: _Entry, stream: Flow[T]) -> None:
-        self.channel = channel
-        self.flow = stream
-        self._id = request_id
-        self._entry = entry
-        self._eof_sent = False
-        self._cancelled = False
-
-    async def receive(self) -> tuple[int, bytes] | None:
-        """The next piece and its stream (1 stdout, 2 stderr), or None when nothing more will come."""
-        while True:
-            piece = self.flow.take()
-            if piece is not None:
-                if credit := self.flow.credit(self._id):
-                    self.channel._write(credit)
-                return piece
-            if self.flow.is_ended or self._cancelled:
-                return None
-            await self.channel._changed(self._entry)
-
-    def take_now(self) -> list[bytes]:
-        """All that has come, of whatever stream, without waiting."""
-        pieces = []
-        while (piece := self.flow.take()) is not None:
-            pieces.append(piece[1])
-        if credit := self.flow.credit(self._id):
-            self.channel._write(credit)
-        return pieces
-
-    async def send(self, data: bytes) -> None:
-        """Send, waiting while the other side does not take it. `BrokenPipeError` once it takes no more."""
-        view = memoryview(data)
-        while view:
-            if self.flow.finished or self._eof_sent or self._cancelled:
-                raise BrokenPipeError("the other end is closed")
-            if not self.flow.window:
-                await self.channel._changed(self._entry)
-                continue
-            self.channel._check()
-            piece = bytes(view[: min(self.flow.window, _PIECE)])
-            view = view[len(piece) :]
-            self.flow.window -= len(piece)
-            self.channel._write(wire.data(self._id, piece, eof=False))
-
-    def send_eof(self) -> None:
-        """Say that nothing more will be sent. Safe to call twice."""
-        if not self._eof_sent and not self.flow.finished and not self._cancelled and not self.channel.is_lost:
-            self.channel._write(wire.data(self._id, b"", eof=True))
-        self._eof_sent = True
-
-    async def wait(self) -> T:
-        """The flow's result, once it has ended. Does not take what comes: someone must, or it never ends."""
-        while not self.flow.finished:
-            if self._cancelled:
-                raise asyncio.CancelledError
-            await self.channel._changed(self._entry)
-        return self.flow.result(self.channel.sandbox_id)
-
-    def kill(self) -> None:
-        """Stop the flow inside; its result still comes."""
-        if not self.flow.finished and not self._cancelled and not self.channel.is_lost:
-            self.channel._write(wire.cancel(self._id))
-
-    def cancel(self) -> None:
-        """Stop the flow inside and forget it. Safe to call at any time."""
-        self.channel._cancel(self._id, self._entry)
-        self._cancelled = True
-
-
-class EgressLink(Link[None]):
-    """The host's end of a stream that the cell asked for: first `accept` or `deny` it."""
-
-    flow: EgressFlow
-
-    def accept(self) -> None:
-        self.flow.started = True
-        if not self.flow.finished and not self.channel.is_lost:
-            self.channel._write(wire.frame(self._id, wire.EGRESS_OK, b""))
-
-    def deny(self, status: int, message: str) -> None:
-        if not self.flow.finished and not self.channel.is_lost:
-            self.channel._write(wire.frame(self._id, wire.EGRESS_DENY, wire.u16(status) + wire.blob(message.encode())))
-        self.channel._open.pop(self._id, None)
-        self._cancelled = True
-
-    def end(self) -> None:
-        """Nobody serves it any more: tell the cell, and drop what still comes."""
-        if self._cancelled or self.flow.finished:
-            return
-        if self.flow.started:
-            self.send_eof()
-            self.channel._cancel(self._id, self._entry)
-        else:
-            self.deny(502, "the host gave up")
-
-
-class Watch:
-    """Events below a path, as an asynchronous iterator; `close` ends it."""
-
-    def __init__(self, channel: Channel, request_id: int, entry: _Entry, call: WatchFlow) -> None:
-        self._channel = channel
-        self._id = request_id
-        self._entry = entry
-        self._call = call
-        self._closed = False
-
-    def __aiter__(self) -> Watch:
-        return self
-
-    async def __anext__(self) -> Event:
-        while not self._call.events:
-            if self._call.finished or self._closed:
-                raise StopAsyncIteration
-            await self._channel._changed(self._entry)
-        return self._call.events.popleft()
-
-    def close(self) -> None:
-        self._closed = True
-        self._channel._cancel(self._id, self._entry)
-
-    async def __aenter__(self) -> Watch:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.close()
-
-
-def _outcome(call: Call[Any], sandbox_id: str, trip_ns: int) -> object:
-    try:
-        return call.result(sandbox_id, trip_ns)
-    except UntaxError as exc:
-        return exc
 
 
 async def _in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *args: object) -> T:

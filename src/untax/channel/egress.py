@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from untax.channel.client import EgressLink
+from untax.channel.link import EgressLink
 from untax.core.errors import SandboxLost, UsageError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from untax.channel import actions, flow
-from untax.channel.client import Channel, Link
+from untax.channel.client import Channel
+from untax.channel.link import Link
 from untax.core.result import CommandResult
 
 SIGTERM, SIGKILL = 15, 9
