@@ -191,7 +191,7 @@ def own_network(tmp_path):
         f"""#!/bin/sh
 set -e
 ip link set lo up
-unshare -n sleep 1000 &
+unshare -n sleep 1000 <&- >/dev/null 2>&1 &
 peer=$!
 until [ "$(readlink /proc/$peer/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.01; done
 ip link add v0 type veth peer name v1 netns $peer
@@ -199,7 +199,7 @@ ip addr add {GATEWAY}/24 dev v0
 ip link set v0 up
 nsenter -t $peer -n sh -c 'ip link set lo up; ip addr add {PUBLIC}/24 dev v1; ip addr add 10.1.2.3/24 dev v1; ip link set v1 up'
 ip route add 10.1.2.0/24 dev v0
-nsenter -t $peer -n /usr/bin/python3 -c {shlex.quote(SERVE)} &
+nsenter -t $peer -n /usr/bin/python3 -c {shlex.quote(SERVE)} <&- >/dev/null 2>&1 &
 until curl -s -m 1 http://{PUBLIC}:8080/ >/dev/null && curl -s -m 1 http://10.1.2.3:8080/ >/dev/null; do sleep 0.02; done
 exec "$@"
 """
