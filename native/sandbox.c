@@ -4,6 +4,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/capability.h>
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -230,6 +231,8 @@ _Noreturn void sandbox_main(struct plan *p) {
     reset_signals();
     setsid();
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("parent");
+    // The launcher may have died before that: then nobody reads the status any more, and nobody wants this sandbox.
+    if (poll(&(struct pollfd){.fd = status_fd}, 1, 0) != 0) _exit(70);
     if (cg_join(p->cg.agent_join, p->cg.agent_joins)) fail("cgroup of the agent");
     if (setns(p->slot.netns, CLONE_NEWNET)) fail("network namespace");
     if (sethostname(p->hostname, strlen(p->hostname))) fail("host name");
