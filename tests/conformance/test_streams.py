@@ -125,7 +125,16 @@ async def test_a_cap_of_one_s_own_is_kept(box):
 
 async def test_a_terminal_is_one(box):
     """It is a terminal of the asked size, echoes, can be resized, and turns ^C into a signal."""
-    process = await box.start(["sh", "-c", "tty; stty size; read x; echo got:$x; stty size; trap 'echo INT; exit 3' INT; echo armed; while :; do sleep 0.02; done"], pty=True, rows=30, cols=100)
+    process = await box.start(
+        [
+            "sh",
+            "-c",
+            "tty; stty size; read x; echo got:$x; stty size; trap 'echo INT; exit 3' INT; echo armed; while :; do sleep 0.02; done",
+        ],
+        pty=True,
+        rows=30,
+        cols=100,
+    )
     seen = await read_until(process, b"30 100")
     assert b"/dev/pts/" in seen
     await process.resize(40, 120)
@@ -149,9 +158,7 @@ async def test_the_end_of_a_terminal_s_program_is_the_end_of_its_stream(box):
 
 
 async def test_a_batch_runs_in_order_and_answers_each(box):
-    results = await (
-        box.batch().write("a", b"1").shell("cat a; echo 2 >>a").run(["false"]).read("a").read("missing").list(".").send()
-    )
+    results = await box.batch().write("a", b"1").shell("cat a; echo 2 >>a").run(["false"]).read("a").read("missing").list(".").send()
 
     assert results[1].stdout == b"1"
     assert results[2].exit_code == 1

@@ -17,6 +17,8 @@ from tests import hostview
 import untax
 
 MIB = 1 << 20
+# An ordinary user's engine without delegated groups holds processes by an rlimit, which keeps no count of what it refused.
+COUNTED = os.geteuid() == 0
 SLOWNESS = 10 if os.environ.get("UNTAX_GUEST") else 1  # of an emulated machine
 
 
@@ -36,7 +38,7 @@ async def test_r1_a_fork_bomb_stops_at_the_process_limit(engine, spec, enforced)
     try:
         result = await box.shell(f":(){{ :|:& }};:; sleep {2 * SLOWNESS}", timeout_s=1.5 * SLOWNESS)
         assert result.outcome in ("timeout", "limit", "exited", "signaled")
-        assert result.limit_kind == "pids", result
+        assert result.limit_kind == "pids" or not COUNTED, result
         assert subprocess.run(["true"]).returncode == 0  # the host can still fork
         count = max(len(hostview.inside(agent)) for agent in hostview.agents())
         assert count <= spec.limits.pids + 4  # and the agent's own
@@ -56,7 +58,7 @@ async def test_r2_threads_count_as_processes(box, spec, enforced):
     result = await python(box, code, timeout_s=60)
 
     assert 0 < int(result.text) <= spec.limits.pids
-    assert result.limit_kind == "pids"
+    assert result.limit_kind == "pids" or not COUNTED
 
 
 async def test_r3_memory_beyond_the_limit_is_oom_and_not_a_bare_signal(box, enforced):
