@@ -362,3 +362,14 @@ def test_a_fork_may_not_use_its_parents_channel(opened):
     channel._pid += 1
     with pytest.raises(UsageError, match="fork"):
         channel.call(actions.ping())
+
+
+def test_a_batch_that_is_too_large_leaves_no_id_open(opened):
+    _, channel = opened()
+    with pytest.raises(UsageError):
+        channel.batch([actions.write("x", bytes(1 << 20)) for _ in range(5)])
+    with pytest.raises(UsageError):
+        channel.batch([actions.ping(), actions.edit("x", bytes(5 << 20), b"")])
+    with pytest.raises(UsageError):
+        channel.batch([actions.ping() for _ in range(wire.REQUESTS_MAX)])
+    assert list(channel._open) == [0]

@@ -334,3 +334,13 @@ async def test_events_nobody_takes_become_an_overflow():
         assert len(watch._call.events) <= flow.EVENTS_MAX
         assert (await anext(watch)).type == "overflow"
     assert cell.requests() == [(request, wire.CANCEL, b"")]
+
+
+async def test_a_batch_that_is_too_large_leaves_no_id_open():
+    cell = FakeCell()
+    with pytest.raises(UsageError):
+        await cell.channel.batch([actions.write("x", bytes(1 << 20)) for _ in range(5)])
+    with pytest.raises(UsageError):
+        await cell.channel.batch([actions.ping(), actions.edit("x", bytes(5 << 20), b"")])
+    assert not cell.channel._open
+    assert cell.requests() == []
