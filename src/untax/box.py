@@ -282,7 +282,7 @@ class Box:
             except BaseException as exc:
                 self._over = self._over or f"its reset failed: {exc}"
                 self._leave(self._over)
-                if isinstance(exc, SubstrateError):
+                if isinstance(exc, SubstrateError) and not self._blameless:
                     self._ledger.fault(f"{type(exc).__name__}: {exc}")
                 raise
             finally:
@@ -321,6 +321,7 @@ class Box:
         ledger = self._ledger
         sandbox = self._sandbox = await self._engine.create(self.spec)
         ledger.sandboxes.append(sandbox.id)
+        self._check_wanted()
         if watch is not None:
             ledger.add("create", *watch.part())
         if isinstance(sandbox, Enforcing):
@@ -328,6 +329,7 @@ class Box:
             self._engine.check_enforced(sandbox, ledger.unenforced)
         await sandbox.wait_ready()
         channel = self._channel = self._channel_over(await sandbox.open_channel(), sandbox.id)
+        self._check_wanted()
         facts = sandbox.facts() if isinstance(sandbox, Describing) else _ORDINARY
         await self._configure(sandbox, channel, facts)
         if watch is not None:
@@ -336,6 +338,11 @@ class Box:
             await self._set_up()
             if watch is not None:
                 ledger.add("setup", *watch.part())
+
+    def _check_wanted(self) -> None:
+        """`SandboxLost` when the lease ended while the sandbox was coming up; whoever waits for it gives it back."""
+        if self._over is not None:
+            raise SandboxLost(self.id, self._over)
 
     def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
         egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None

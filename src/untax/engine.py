@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from untax import substrates
 from untax.box import Box
 from untax.channel.egress import Policy
-from untax.core.errors import BackendError, PoolClosed, PoolTimeout, SubstrateUnavailable, UntaxError, UsageError
+from untax.core.errors import BackendError, PoolClosed, PoolTimeout, SubstrateError, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
 from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
@@ -217,9 +217,11 @@ class Engine:
         try:
             ledger.add("queue", *watch.part())
             await box.furnish(watch)
-        except BaseException:
+        except BaseException as exc:
             self._boxes.discard(box)
             await self.finish(self.chore(box.abandon()))
+            if self._state == "closed" and isinstance(exc, SubstrateError):
+                raise PoolClosed("the engine was closed before the sandbox was there") from exc
             raise
         return box
 

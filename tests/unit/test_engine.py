@@ -228,6 +228,48 @@ async def test_a_reset_that_fails_loses_the_box(fake):
         assert not fake.live or await asyncio.sleep(0.01) is None
 
 
+def _held_up(fake):
+    """From here on a create of this substrate waits for the event that this gives."""
+    may_go, create = asyncio.Event(), fake.create
+
+    async def create_later(spec):
+        await may_go.wait()
+        return await create(spec)
+
+    fake.create = create_later
+    return may_go
+
+
+async def test_a_box_that_is_released_during_its_reset_stays_released(fake):
+    async with untax.Engine(fake) as engine:
+        box = await engine.acquire()
+        may_go = _held_up(fake)
+        resetting = asyncio.ensure_future(box.reset())
+        await asyncio.sleep(0)
+        await box.release()
+        may_go.set()
+        with pytest.raises(untax.SandboxLost, match="released"):
+            await resetting
+        with pytest.raises(untax.SandboxLost, match="released"):
+            await box.run(["true"])
+    assert not fake.live
+    assert box.ledger.verdict == "trusted"
+
+
+async def test_a_lease_that_comes_up_while_the_engine_closes_is_given_back(fake):
+    engine = untax.Engine(fake)
+    await engine.start()
+    may_go = _held_up(fake)
+    acquiring = asyncio.ensure_future(engine.acquire())
+    await asyncio.sleep(0)
+    await engine.aclose()
+    may_go.set()
+
+    with pytest.raises(untax.PoolClosed):
+        await acquiring
+    assert not fake.live
+
+
 async def test_closing_the_engine_ends_every_lease(fake):
     engine = untax.Engine(fake)
     await engine.start()
