@@ -62,9 +62,12 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="untax", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
+    def check_process(self) -> None:
         if os.getpid() != self._pid:
             raise UsageError("this process is a fork of the one that made the engine, whose thread it lacks: make a new engine here")
+
+    def check(self) -> None:
+        self.check_process()
         if self._loop.is_closed():
             raise PoolClosed("the engine is closed")
 
@@ -110,16 +113,20 @@ class Engine:
         return self._inner.substrate
 
     def start(self) -> None:
-        if self._loop is None:
-            self._loop = self._inner.thread = _Loop()
+        if self._loop is not None:
+            raise UsageError("this engine is running; make a new one")
+        loop = self._inner.thread = _Loop()
         try:
-            self._loop.run(self._inner.start())
+            loop.run(self._inner.start())
         except BaseException:
-            self._loop.close()
+            loop.close()
             raise
+        self._loop = loop
 
     def aclose(self) -> None:
         """Release every box and end. Safe to call twice."""
+        if self._loop is not None:
+            self._loop.check_process()  # the loop of a fork is its parent's, and not to be touched
         loop, self._loop = self._loop, None
         if loop is not None:
             try:
@@ -422,12 +429,12 @@ class Box:
         """What happens below `path` from now on, as an iterator."""
         return self._measured(
             "watch",
-            lambda channel: _watch_direct(channel, path, recursive),
+            lambda channel: _watch_direct(self._loop, channel, path, recursive),
             lambda box: _watch_through(self._loop, box, path, recursive),
         )
 
     def connect(self, port: int) -> Connection:
-        return Connection(self._open("connect", flow.connect(port)))
+        return Connection(self, self._open("connect", flow.connect(port)))
 
     # ---- its life ----
 
@@ -581,11 +588,16 @@ class Process:
     def __init__(self, box: Box, link: _AnyLink[CommandResult]) -> None:
         self.pid = link.flow.pid
         self._box = box
-        self._link = link
+        self._held = link
 
     @property
     def is_running(self) -> bool:
-        return not self._link.flow.finished and self._box._inner._channel is not None
+        return not self._held.flow.finished and self._box._inner._channel is not None
+
+    @property
+    def _link(self) -> _AnyLink[CommandResult]:
+        self._box._loop.check_process()
+        return self._held
 
     def read(self) -> Output | None:
         """The next piece of output, or None when there will be no more."""
@@ -638,8 +650,14 @@ class Process:
 class Connection:
     """As `untax.Connection`: a byte stream to a port inside."""
 
-    def __init__(self, link: _AnyLink[None]) -> None:
-        self._link = link
+    def __init__(self, box: Box, link: _AnyLink[None]) -> None:
+        self._box = box
+        self._held = link
+
+    @property
+    def _link(self) -> _AnyLink[None]:
+        self._box._loop.check_process()
+        return self._held
 
     def read(self) -> bytes:
         """The next bytes; empty at the end of the stream."""
@@ -665,7 +683,8 @@ class Connection:
 class Watch:
     """As `untax.Watch`: iterating waits for the next event, `close` ends it."""
 
-    def __init__(self, following: Callable[[], Event | None], close: Callable[[], object]) -> None:
+    def __init__(self, loop: _Loop, following: Callable[[], Event | None], close: Callable[[], object]) -> None:
+        self._loop = loop
         self._following = following
         self._close = close
 
@@ -673,12 +692,14 @@ class Watch:
         return self
 
     def __next__(self) -> Event:
+        self._loop.check_process()
         event = self._following()
         if event is None:
             raise StopIteration
         return event
 
     def close(self) -> None:
+        self._loop.check_process()
         self._close()
 
     def __enter__(self) -> Watch:
@@ -688,9 +709,9 @@ class Watch:
         self.close()
 
 
-def _watch_direct(channel: BlockingChannel, path: Name, recursive: bool) -> Watch:
+def _watch_direct(loop: _Loop, channel: BlockingChannel, path: Name, recursive: bool) -> Watch:
     watch = channel.watch(path, recursive=recursive)
-    return Watch(lambda: next(watch, None), watch.close)
+    return Watch(loop, lambda: next(watch, None), watch.close)
 
 
 async def _watch_through(loop: _Loop, box: AsyncBox, path: Name, recursive: bool) -> Watch:
@@ -702,7 +723,7 @@ async def _watch_through(loop: _Loop, box: AsyncBox, path: Name, recursive: bool
         except StopAsyncIteration:
             return None
 
-    return Watch(lambda: loop.run(following()), lambda: loop.call_soon(watch.close))
+    return Watch(loop, lambda: loop.run(following()), lambda: loop.call_soon(watch.close))
 
 
 class Batch(AsyncBatch):

@@ -123,17 +123,38 @@ def test_a_lease_ends_by_itself(engine):
     box.release()
 
 
-def test_after_a_fork_it_says_so(box):
+def _refused(*calls):
+    """How many of these are a `UsageError`."""
+    refused = 0
+    for call in calls:
+        try:
+            call()
+        except untax.UsageError:
+            refused += 1
+    return refused
+
+
+def test_after_a_fork_it_says_so(engine, box):
+    """Whatever the child holds: a byte that it took from the socket, or put there, would be its parent's."""
+    process, bash, watch = box.start(["cat"]), box.session().open(), box.watch()
+    calls = (
+        lambda: box.run(["true"]), lambda: bash.run("true"), lambda: process.write(b"x"), process.read, process.wait, process.kill,
+        process.close_stdin, lambda: next(watch), watch.close, engine.acquire, box.reset, engine.aclose,
+    )  # fmt: skip
     pid = os.fork()
     if pid == 0:
+        refused = -1
         try:
-            box.run(["true"])
-        except untax.UsageError:
-            os._exit(7)
+            refused = _refused(*calls)
         finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+            os._exit(0 if refused == len(calls) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert box.run(["true"]).exit_code == 0
+    process.write(b"hello")
+    process.close_stdin()
+    assert process.wait().stdout == b"hello"
+    assert bash.run("echo still").text == "still\n"
+    watch.close()
 
 
 def test_an_interrupt_kills_the_command(engine):

@@ -82,6 +82,21 @@ def test_an_engine_that_cannot_start_leaves_no_thread():
     assert threading.active_count() == before
 
 
+def test_an_engine_that_could_not_start_can_be_closed():
+    engine = untax.sync.Engine(FakeSubstrate(unavailable="not here"))
+    with pytest.raises(untax.SubstrateUnavailable):
+        engine.start()
+    engine.aclose()
+
+
+def test_a_second_start_does_no_harm_to_the_first(fake):
+    with untax.sync.Engine(fake) as engine:
+        with pytest.raises(untax.UsageError, match="running"):
+            engine.start()
+        with engine.lease() as box:
+            assert box.run(["true"]).exit_code == 0
+
+
 def test_a_closed_engine_says_so(fake):
     engine = untax.sync.Engine(fake)
     engine.start()
