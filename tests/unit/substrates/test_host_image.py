@@ -41,7 +41,7 @@ def test_nothing_of_the_host_is_in_it_but_what_is_listed(tmp_path):
     image = host_image(tmp_path)
 
     assert not os.path.exists(f"{image.skeleton}/etc/shadow")
-    assert os.listdir(f"{image.skeleton}/root") == os.listdir(f"{image.skeleton}/run") == []
+    assert os.listdir(f"{image.skeleton}/home") == os.listdir(f"{image.skeleton}/run") == []
     assert "/" not in dict(image.views)
 
 
