@@ -64,7 +64,7 @@ class Batch:
     def read(self, path: Name, *, offset: int = 0, limit: int | None = None) -> Batch:
         return self.add(actions.read(path, offset=offset, limit=limit))
 
-    def write(self, path: Name, data: bytes, *, mode: int = 0o644, append: bool = False) -> Batch:
+    def write(self, path: Name, data: bytes, *, mode: int | None = None, append: bool = False) -> Batch:
         return self.add(actions.write(path, data, mode=mode, append=append))
 
     def list(self, path: Name = ".") -> Batch:

@@ -200,9 +200,9 @@ class Box:
         return await self._act(actions.read(path, offset=offset, limit=limit), "read")
 
     async def write(
-        self, path: Name, data: bytes, *, mode: int = 0o644, append: bool = False, exclusive: bool = False, parents: bool = True
+        self, path: Name, data: bytes, *, mode: int | None = None, append: bool = False, exclusive: bool = False, parents: bool = True
     ) -> int:
-        """Write a whole file, or append to one; missing directories are made."""
+        """Write a whole file, or append to one; missing directories are made. Without `mode`: 0644, or what an existing file has."""
         call = actions.write(path, data, mode=mode, append=append, exclusive=exclusive, parents=parents)
         return await self._act(call, "write")
 

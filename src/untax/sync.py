@@ -358,7 +358,7 @@ class Box:
         path: Name,
         data: bytes,
         *,
-        mode: int = 0o644,
+        mode: int | None = None,
         append: bool = False,
         exclusive: bool = False,
         parents: bool = True,

@@ -207,13 +207,16 @@ def write(
     path: Name,
     data: bytes,
     *,
-    mode: int = 0o644,
+    mode: int | None = None,
     append: bool = False,
     exclusive: bool = False,
     parents: bool = True,
     timeout_s: float | None = TIMEOUT_S,
 ) -> Call[int]:
-    """Write a whole file, or append to one; `exclusive` refuses one that exists. Gives the bytes written."""
+    """Write a whole file, or append to one; `exclusive` refuses one that exists. Gives the bytes written.
+
+    Without a `mode` a file that exists keeps its own, and a new one gets 0644.
+    """
     raw = path_bytes(path)
     given = body_bytes(data, "data")
     flags = append | exclusive << 1 | parents << 2
@@ -221,7 +224,7 @@ def write(
     if len(given) > INLINE_MAX:
         flags |= 8
         body, given = chunks(given), b""
-    payload = blob(raw) + wire.u32(_mode(mode)) + wire.u8(flags) + blob(given)
+    payload = blob(raw) + wire.u32(0 if mode is None else _mode(mode)) + wire.u8(flags) + blob(given)
     return Call(wire.WRITE, payload, timeout_s=timeout_s, path=name_text(raw), decode=Reader.u64, body=body)
 
 
@@ -357,7 +360,7 @@ def _text(value: object, what: str) -> bytes:
 
 
 def _mode(mode: int) -> int:
-    return whole_number(mode, "mode", 0, 0o7777)
+    return whole_number(mode, "mode", 1, 0o7777)  # 0 on the wire: not given
 
 
 # ---- the channel itself ----
