@@ -4,12 +4,15 @@
 
 #include <stdbool.h>
 
+struct birth;
+
 struct agent_opts {
     int channel_in, channel_out;  // the same descriptor for a socket
     int worker_fd;                // socket to the ready default worker; -1: fork one
     int control_fd;               // SOCK_SEQPACKET from the launcher; further workers arrive on it; -1: none
     int memory_events_fd;         // the work group's oom_kill counter, read with pread; -1: none
     int pids_events_fd;           // its "max N" counter of refused forks; -1: none
+    struct birth *birth;          // shared with the default worker; NULL: none
     const char *workdir;          // until CONFIGURE says otherwise
     bool is_init;                 // PID 1 of a pid namespace
 };

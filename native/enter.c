@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "birth.h"
 #include "cgroup.h"
 #include "io.h"
 #include "launcher.h"
@@ -23,6 +24,7 @@ static struct pending {
     uint32_t seq, handle;
     pid_t pid;                    // of the child forked here; 0: not in use
     int status, sock;             // what the children have to say; the agent's end of the worker's socket
+    int note;                     // where the worker says what it starts (birth.h)
     char *name;
     uint64_t until_ns;
     struct setup_failure failure;
@@ -40,15 +42,16 @@ static void hand_over(struct pending *p) {
     const struct box *b = launcher_find(p->handle);
     if (!b) refuse(p, "sandbox", ESRCH);
     else if (p->failed) refuse(p, p->failure.step, p->failure.error);
-    else if (io_send_fds(b->control, p->name, strlen(p->name), &p->sock, 1) < 0) refuse(p, "worker", errno);
+    else if (io_send_fds(b->control, p->name, strlen(p->name), (int[]){p->sock, p->note}, 2) < 0) refuse(p, "worker", errno);
     else launcher_done(p->seq);
 }
 
 static void drop(struct pending *p) {
     io_close(&p->status);
     io_close(&p->sock);
+    io_close(&p->note);
     free(p->name);
-    *p = (struct pending){.status = -1, .sock = -1};
+    *p = (struct pending){.status = -1, .sock = -1, .note = -1};
     entries_used--;
 }
 
@@ -92,18 +95,22 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     autoclose int agents = pair[0], workers = pair[1];
     if (pipe2(status, O_CLOEXEC | O_NONBLOCK)) return -1;
     autoclose int ours = status[0], theirs = status[1];
-    struct entry e = {.in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .setup = b->status, .user = user,
+    autoclose int note = birth_file();
+    struct birth *birth = birth_map(note);
+    if (!birth) return -1;
+    struct entry e = {.birth = birth, .in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .setup = b->status, .user = user,
                       .workdir = b->workdir, .disk_bytes = b->disk_bytes, .pids = b->pids};
     pid_t pid = cg_box_open(b->id, &e.cg) ? -1 : fork();
     if (!pid) sandbox_enter(&e);
     int error = errno;
+    birth_free(birth);
     cg_box_close(&e.cg);
     errno = error;
     if (pid < 0) return -1;
-    entries[i] = (struct pending){.seq = seq, .handle = b->handle, .pid = pid, .status = ours, .sock = agents, .name = name, .until_ns = io_now_ns() + PATIENCE_NS};
+    entries[i] = (struct pending){.seq = seq, .handle = b->handle, .pid = pid, .status = ours, .sock = agents, .note = note, .name = name, .until_ns = io_now_ns() + PATIENCE_NS};
     entries_used++;
     launcher_watch_entry(ours, (uint32_t)i);
-    ours = agents = -1;
+    ours = agents = note = -1;
     return 0;
 }
 

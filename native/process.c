@@ -292,6 +292,30 @@ static void start_failed(struct process *p, enum spawn_step step, int error) {
     else request_fail(r, E_SPAWN_FAILED, error, "%s: %s", spawn_step_words(step), words(error));
 }
 
+// The command runs, or has ended already.
+static void began(struct process *p, uint32_t pid, int pty, const struct ending *early) {
+    p->pid = pid;
+    p->next = table[pid % BUCKETS];
+    table[pid % BUCKETS] = p;
+    p->running = true;
+    if (pty >= 0) {
+        p->pty = pty;
+        p->out.source.fd = pty;
+        p->out.source.duplicated = p->in.source.duplicated = true;
+        p->in.source.fd = fcntl(pty, F_DUPFD_CLOEXEC, 3);
+    }
+    if (p->options & SPAWN_STREAM && p->request) process_started(p);
+    if (early) {
+        ended(p, early);
+        return;
+    }
+    output_start(&p->out);
+    output_start(&p->err);
+    p->in.held = false;
+    input_flush(&p->in);
+    if (p->stopping || p->answered) kill_all(p);
+}
+
 static void on_execed(struct call *c, const struct frame *f, const uint8_t *raw, size_t size) {
     (void)raw, (void)size;
     struct process *p = (struct process *)((char *)c - offsetof(struct process, exec));
@@ -311,33 +335,22 @@ static void on_execed(struct call *c, const struct frame *f, const uint8_t *raw,
         start_failed(p, step, error);
         return;
     }
-    p->pid = pid;
-    p->next = table[pid % BUCKETS];
-    table[pid % BUCKETS] = p;
-    p->running = true;
-    if (pty >= 0) {
-        p->pty = pty;
-        p->out.source.fd = pty;
-        p->out.source.duplicated = p->in.source.duplicated = true;
-        p->in.source.fd = fcntl(pty, F_DUPFD_CLOEXEC, 3);
-    }
-    if (p->options & SPAWN_STREAM && p->request) process_started(p);
-    if (over) {
-        ended(p, &early);
-        return;
-    }
-    output_start(&p->out);
-    output_start(&p->err);
-    p->in.held = false;
-    input_flush(&p->in);
-    if (p->stopping || p->answered) kill_all(p);
+    began(p, pid, pty, over ? &early : NULL);
 }
 
+// The worker died over it. A command that was started all the same, and killed the worker perhaps, is the agent's child and gets its own outcome;
+// one with a terminal has lost that with the worker.
 static void exec_lost(struct call *c) {
     struct process *p = (struct process *)((char *)c - offsetof(struct process, exec));
+    uint32_t pid;
+    struct ending early;
+    bool started = call_gave_birth(c, &pid, &p->start_ns) && !(p->options & SPAWN_PTY) && !process_find(pid);
+    bool over = started && exec_early(pid, &early);
+    started = over || (started && !waitid(P_PID, (id_t)pid, &(siginfo_t){0}, WEXITED | WNOHANG | WNOWAIT));
     call_end(c);
     exec_pending(-1);
-    start_failed(p, STEP_CLONE, ECONNRESET);
+    if (started) began(p, pid, -1, over ? &early : NULL);
+    else start_failed(p, STEP_CLONE, ECONNRESET);
 }
 
 // Pipes for the command; its ends go into `theirs`. Returns how many, or -1.

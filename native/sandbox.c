@@ -22,6 +22,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "birth.h"
 #include "io.h"
 #include "kernel.h"
 #include "mounts.h"
@@ -210,7 +211,7 @@ static void reset_signals(void) {
 
 // ---- the two processes ----
 
-_Noreturn static void be_worker(const struct plan *p, int sock) {
+_Noreturn static void be_worker(const struct plan *p, int sock, struct birth *birth) {
     if (cg_join(p->cg.work_join, p->cg.work_joins)) fail("cgroup of the workload");
     int keep[] = {sock, status_fd, p->slot.userns};
     close_others(keep, 3);
@@ -220,7 +221,7 @@ _Noreturn static void be_worker(const struct plan *p, int sock) {
     become(p->in_userns, WORKLOAD_UID, WORKLOAD_UID, 0);
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("worker");
     io_close(&status_fd);
-    struct worker_opts opts = {.workdir = p->workdir};
+    struct worker_opts opts = {.workdir = p->workdir, .birth = birth};
     _exit(worker_main(sock, &opts));
 }
 
@@ -239,10 +240,11 @@ _Noreturn void sandbox_main(struct plan *p) {
     build_root(p);
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) fail("worker socket");
+    struct birth *birth = birth_new();
     struct k_clone_args args = {.exit_signal = SIGCHLD};
     pid_t worker = cg_clone(&args, p->cg.work_group);
     if (worker < 0) fail("worker");
-    if (!worker) be_worker(p, pair[1]);
+    if (!worker) be_worker(p, pair[1], birth);
     int keep[] = {p->channel, p->control, pair[0], p->cg.memory_events, p->cg.pids_events, p->slot.userns, status_fd};
     close_others(keep, sizeof keep / sizeof *keep);
     prctl(PR_SET_NAME, "cell");
@@ -253,7 +255,7 @@ _Noreturn void sandbox_main(struct plan *p) {
     io_close(&status_fd);
     struct agent_opts opts = {
         .channel_in = p->channel, .channel_out = p->channel, .worker_fd = pair[0], .control_fd = p->control,
-        .memory_events_fd = p->cg.memory_events, .pids_events_fd = p->cg.pids_events, .workdir = p->workdir, .is_init = true,
+        .memory_events_fd = p->cg.memory_events, .pids_events_fd = p->cg.pids_events, .birth = birth, .workdir = p->workdir, .is_init = true,
     };
     _exit(agent_main(&opts));
 }
@@ -340,7 +342,7 @@ _Noreturn static void be_entered_worker(struct entry *e) {
     confine(e->userns, caps, (struct bounds){e->disk_bytes, e->pids});
     become(e->in_userns, who.uid, who.gid, caps);  // no death signal: its parent until now is about to go, and the next is PID 1
     io_close(&status_fd);
-    struct worker_opts opts = {.workdir = e->workdir};
+    struct worker_opts opts = {.workdir = e->workdir, .birth = e->birth};
     _exit(worker_main(e->sock, &opts));
 }
 

@@ -42,12 +42,15 @@ _Noreturn void sandbox_main(struct plan *plan);
 
 // In a forked child of the launcher: enters a live sandbox and leaves a worker for `user` behind that serves on `sock`.
 // "" is the default user, "root" and numbers are taken as they are, other names are looked up inside. Does not return.
+struct birth;
+
 struct entry {
     bool in_userns;
     int pidfd, userns, sock, status;
     int setup;  // where the sandbox's own set-up reports; its end is waited for. -1: it is over
     struct cg_box cg;
     const char *user, *workdir;
+    struct birth *birth;  // shared with the agent
     uint64_t disk_bytes;
     uint32_t pids;
 };

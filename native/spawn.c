@@ -15,6 +15,7 @@
 #include <termios.h>
 #include <unistd.h>
 
+#include "birth.h"
 #include "io.h"
 #include "wire.h"
 
@@ -140,9 +141,12 @@ struct spawned spawn_run(const struct spawn *s) {
     }
     r.start_ns = io_now_ns();
     // All signals are blocked in the worker, and stay so in the child until it is ready for them.
-    r.pid = clone(child, stack + CHILD_STACK, CLONE_VM | CLONE_VFORK | CLONE_PARENT | SIGCHLD, NULL);
+    struct birth unread, *birth = s->birth ? s->birth : &unread;
+    *birth = (struct birth){.call = s->call, .start_ns = r.start_ns};
+    r.pid = clone(child, stack + CHILD_STACK, CLONE_VM | CLONE_VFORK | CLONE_PARENT | CLONE_PARENT_SETTID | SIGCHLD, NULL, &birth->pid);
     if (r.pid < 0) r.error = errno, r.step = STEP_CLONE, r.pid = 0;
     else r.error = shared.error, r.step = shared.step;
+    if (r.step) birth->call = 0;
     io_close(&shared.pts);
     if (r.step) io_close(&r.pty);
     return r;

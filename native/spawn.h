@@ -12,7 +12,11 @@ enum spawn_step { STEP_NONE = 0, STEP_MALFORMED = 1, STEP_PTY = 2, STEP_CLONE = 
 #define EXEC_FALLBACK_SH 0x100u  // beside spawn_options in EXEC: where there is no bash, take sh
 #define EXEC_DIE_WITH_PARENT 0x200u
 
+struct birth;
+
 struct spawn {
+    uint32_t call;        // number of the EXEC, for the note
+    struct birth *birth;  // NULL: no note is left
     uint16_t options;
     uint16_t rows, cols;
     const char *cwd;

@@ -25,6 +25,7 @@
 static struct link agent;
 static struct actions *actions;
 static char *workdir;
+static struct birth *birth;
 
 // ---- EXEC ----
 
@@ -53,6 +54,8 @@ static char **c_strings(struct rd *r) {
 static void handle_exec(const struct frame *f) {
     struct rd r = f->payload;
     struct spawn s = {0};
+    s.call = f->id;
+    s.birth = birth;
     s.options = rd_u16(&r);
     s.rows = rd_u16(&r);
     s.cols = rd_u16(&r);
@@ -192,6 +195,7 @@ int worker_main(int sock, const struct worker_opts *opts) {
     link_init(&agent, sock);
     actions = actions_new(&agent.out);
     if (!actions) return 1;
+    birth = opts->birth;
     set_workdir(opts->workdir ? opts->workdir : "/", opts->workdir ? strlen(opts->workdir) : 1);
     bool jobs = false;
     while (receive(jobs && link_queued(&agent) < QUEUE_FULL)) {

@@ -2,8 +2,11 @@
 #ifndef UNTAX_WORKER_H
 #define UNTAX_WORKER_H
 
+struct birth;
+
 struct worker_opts {
     const char *workdir;
+    struct birth *birth;  // shared with the agent; NULL: none
 };
 
 // Serves frames on `sock` (a stream socket to the agent) until it ends. Returns the exit status for the process.

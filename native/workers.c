@@ -13,6 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "birth.h"
 #include "users.h"
 #include "worker.h"
 
@@ -27,6 +28,7 @@ struct worker {
     struct link link;
     char user[USER_MAX];  // as the host names it; empty: the default
     int pid;              // 0: not our child
+    struct birth *birth;  // what it was starting when it died; NULL: not known
     bool live;
     uint32_t epoch;  // counts its lives; calls of an earlier one are lost
     struct call *calls;
@@ -77,7 +79,7 @@ static void send_workdir(struct worker *w) {
 }
 
 // Takes over a socket to a ready worker; one already there for that user is replaced.
-static struct worker *adopt(int fd, const char *user, size_t size, int pid) {
+static struct worker *adopt(int fd, const char *user, size_t size, int pid, struct birth *birth) {
     struct worker *w = find(user, size);
     if (w && w->live) lose(w);
     int slot = 0;
@@ -85,8 +87,11 @@ static struct worker *adopt(int fd, const char *user, size_t size, int pid) {
     if (!w && slot < WORKERS_MAX && size < USER_MAX) w = workers[slot] = calloc(1, sizeof *w);
     if (!w) {
         close(fd);
+        birth_free(birth);
         return NULL;
     }
+    birth_free(w->birth);
+    w->birth = birth;
     memcpy(w->user, user, size);
     w->pid = pid;
     link_init(&w->link, fd);
@@ -97,7 +102,7 @@ static struct worker *adopt(int fd, const char *user, size_t size, int pid) {
     return w;
 }
 
-static void become_worker(int sock, const struct identity *who) {
+static void become_worker(int sock, const struct identity *who, struct birth *birth) {
     // Everything of the agent goes: above all the channel, and pipes that would otherwise never end.
     int fd = dup3(sock, 3, O_CLOEXEC) < 0 ? sock : 3;
     if (close_range(4, ~0u, 0) < 0)
@@ -107,7 +112,7 @@ static void become_worker(int sock, const struct identity *who) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_DUMPABLE, 0);
     if (write(fd, "", 1) != 1) _exit(1);
-    _exit(worker_main(fd, &(struct worker_opts){.workdir = workdir}));
+    _exit(worker_main(fd, &(struct worker_opts){.workdir = workdir, .birth = birth}));
 }
 
 // Waits until the child has let go of our descriptors, so that closing one of them later really closes it.
@@ -118,8 +123,9 @@ static struct worker *fork_worker(const char *user, size_t size, const struct id
 #else
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) < 0) return NULL;
+    struct birth *birth = birth_new();
     pid_t pid = fork();
-    if (pid == 0) become_worker(pair[1], who);
+    if (pid == 0) become_worker(pair[1], who, birth);
     close(pair[1]);
     char byte;
     ssize_t n = -1;
@@ -128,9 +134,10 @@ static struct worker *fork_worker(const char *user, size_t size, const struct id
         while (n < 0 && errno == EINTR);
     if (n != 1) {
         close(pair[0]);
+        birth_free(birth);
         return NULL;
     }
-    return adopt(pair[0], user, size, pid);
+    return adopt(pair[0], user, size, pid, birth);
 #endif
 }
 
@@ -142,9 +149,10 @@ static void take_workers(void) {
         size_t count = 0;
         ssize_t n = io_recv_fds(control.fd, user, sizeof user, fds, &count);
         if (n < 0 && errno == EAGAIN) return;
+        struct birth *birth = count > 1 ? birth_map(fds[1]) : NULL;
         for (size_t i = 1; i < count; i++) close(fds[i]);
         if (n < 0 || (n == 0 && !count)) source_close(&control);
-        if (count) adopt(fds[0], user, n > 0 ? (size_t)n : 0, 0);
+        if (count) adopt(fds[0], user, n > 0 ? (size_t)n : 0, 0, birth);
     }
 }
 
@@ -160,7 +168,7 @@ bool workers_open(const struct agent_opts *opts) {
     source_init(&control, opts->control_fd, on_control);
     if (!workdir) return false;
     if (opts->control_fd >= 0 && (!io_nonblocking(opts->control_fd) || !source_want(&control, EPOLLIN))) return false;
-    if (opts->worker_fd >= 0) return adopt(opts->worker_fd, "", 0, 0) != NULL;
+    if (opts->worker_fd >= 0) return adopt(opts->worker_fd, "", 0, 0, opts->birth) != NULL;
     bool ok = fork_worker("", 0, NULL) != NULL;
     struct rlimit most = {files_limit.rlim_max, files_limit.rlim_max};
     setrlimit(RLIMIT_NOFILE, &most);
@@ -172,6 +180,7 @@ void workers_free(void) {
     for (int i = 0; i < WORKERS_MAX; i++)
         if (workers[i]) {
             if (workers[i]->live) lose(workers[i]);
+            birth_free(workers[i]->birth);
             free(workers[i]);
             workers[i] = NULL;
         }
@@ -199,6 +208,14 @@ bool workers_reaped(int pid) {
 }
 
 struct link *worker_link(struct worker *w) { return &w->link; }
+
+bool call_gave_birth(const struct call *c, uint32_t *pid, uint64_t *start_ns) {
+    if (!c->worker->birth) return false;
+    struct birth b = *(const volatile struct birth *)c->worker->birth;
+    *pid = (uint32_t)b.pid;
+    *start_ns = b.start_ns;
+    return b.call == c->id && b.pid > 1;
+}
 bool worker_live(const struct worker *w) { return w->live; }
 
 struct worker *worker_for(struct request *r, struct span user) {

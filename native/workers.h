@@ -32,6 +32,8 @@ bool worker_live(const struct worker *w);  // a pointer stays good; whether some
 size_t call_begin(struct call *c, struct worker *w, uint8_t kind, void (*reply)(struct call *, const struct frame *, const uint8_t *, size_t),
                   void (*lost)(struct call *));
 void call_end(struct call *c);
+// In `lost`, of an EXEC: the worker had made the child already. Its word, to be checked: the pid may be anybody's.
+bool call_gave_birth(const struct call *c, uint32_t *pid, uint64_t *start_ns);
 // A KILL whose answer nobody waits for.
 void worker_kill(struct worker *w, uint32_t pid, int signal, bool spare_root, bool tree);
 void kill_fields(struct worker *w, uint32_t pid, int signal, bool spare_root, bool tree);
