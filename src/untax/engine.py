@@ -23,7 +23,7 @@ from untax.core.errors import BackendError, PoolClosed, PoolTimeout, SubstrateEr
 from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
 from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
-from untax.core.substrate import Sandbox, Service, Substrate, Unenforced
+from untax.core.substrate import Sandbox, Service, Substrate, Unenforced, said_together
 
 T = TypeVar("T")
 
@@ -261,8 +261,7 @@ class Engine:
             raise SubstrateUnavailable(sandbox.id, "; ".join(f"{u.name} cannot be enforced: {u.reason} ({u.remedy})" for u in unenforced))
         unsaid = [limit for limit in unenforced if limit.name not in self._said]
         self._said.update(limit.name for limit in unsaid)
-        for reason, remedy in dict.fromkeys((limit.reason, limit.remedy) for limit in unsaid):
-            names = ", ".join(limit.name for limit in unsaid if (limit.reason, limit.remedy) == (reason, remedy))
+        for names, reason, remedy in said_together(unsaid):
             log.warning("not enforced on this host: %s: %s; %s", names, reason, remedy)
 
     def chore(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -312,6 +311,8 @@ class Lease:
 
 
 def _checked_files(files: Mapping[str, bytes] | None) -> Mapping[str, bytes]:
+    if not isinstance(files, Mapping | None):
+        raise UsageError(f"files must be a mapping of paths to bytes, not {type(files).__name__}")
     for path, data in (files or {}).items():
         if not isinstance(path, str) or not path or "\0" in path:
             raise UsageError(f"files: {path!r} is not a path")

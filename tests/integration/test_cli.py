@@ -114,8 +114,26 @@ def test_doctor_says_what_can_be_used(process_state):
     assert {one["name"] for one in document["substrates"]} >= {"namespace", "process"}
     for one in document["substrates"]:
         assert one["usable"] or one["reason"]
+        assert one["usable"] == any(line.startswith("tried: ") for line in one["evidence"])
+    assert list(process_state.glob(".untax-doctor-*")) == []
     assert "kernel" in {finding["name"] for finding in document["host"]}
     assert "Substrates" in untax("doctor").stdout
+
+
+def test_doctor_does_not_call_usable_what_cannot_make_a_sandbox(tmp_path):
+    """Found out by trying: nothing about the substrate itself is wrong here."""
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    done = untax("doctor", "--json", "--state-dir", str(in_the_way))
+
+    assert done.returncode == 1
+    assert all(not one["usable"] and one["reason"] for one in json.loads(done.stdout)["substrates"])
+
+
+def test_bench_says_before_its_trials_that_they_cannot_be_kept(on_process):
+    done = untax("bench", *on_process, "--trials", "100000", "--out", "/dev/null/results")
+
+    assert (done.returncode, "--out" in done.stderr) == (2, True)
 
 
 def test_bench_interleaves_and_keeps_its_records(on_process, tmp_path):

@@ -1,21 +1,30 @@
 """Say which substrates this machine can use, what stands in the way of the others, and what to do about it.
 
-The exit code is 0 when at least one substrate with isolation can be used, 1 otherwise.
+Each is tried: a sandbox is made below the state directory, runs one command, and is removed. The exit code is 0 when at
+least one substrate with isolation can be used, 1 otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
+import logging
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import untax
 from untax import substrates
 from untax.cli import EXIT_NO
 from untax.cli._terminal import one_line
-from untax.core.substrate import Diagnosing
+from untax.core.errors import UntaxError
+from untax.core.substrate import Diagnosing, said_together
 from untax.meter import host
 from untax.substrates._host import chosen_state_dir
 
+# A sandbox takes milliseconds; the first one of a state directory makes its images as well.
+_TRIAL_PATIENCE_S = 30.0
 _MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "bad": "BAD "}
 
 
@@ -25,7 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def carry_out(arguments: argparse.Namespace) -> int:
     state_dir = chosen_state_dir(arguments.state_dir)
-    found = [_examined(name) for name in substrates.names()]
+    if not arguments.verbose:
+        logging.getLogger("untax").setLevel(logging.ERROR)  # what is not enforced is said below, as evidence
+    found = [_examined(name, state_dir) for name in substrates.names()]
     findings = host.findings(state_dir)
     if arguments.json:
         print(json.dumps({"untax_doctor": 1, "substrates": found, "host": host.as_json(findings), "facts": host.facts()}))
@@ -34,11 +45,25 @@ def carry_out(arguments: argparse.Namespace) -> int:
     return 0 if any(one["usable"] and one["isolation"] != "none" for one in found) else EXIT_NO
 
 
-def _examined(name: str) -> dict[str, Any]:
+def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     substrate = substrates.load(name)
     reason = substrate.unavailable_reason()
     evidence = list(substrate.evidence()) if isinstance(substrate, Diagnosing) else []
+    if reason is None:
+        try:
+            evidence += asyncio.run(_tried(name, state_dir))
+        except (UntaxError, OSError) as exc:
+            reason = f"tried, and failed: {exc}"
     return {"name": name, "isolation": substrate.isolation, "usable": reason is None, "reason": reason, "evidence": evidence}
+
+
+async def _tried(name: str, state_dir: Path) -> list[str]:
+    """What came of one sandbox on the file system of the state directory, in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix=".untax-doctor-", dir=host.existing(state_dir)) as scratch:
+        async with untax.Engine(name, state_dir=scratch) as engine, engine.lease(wait_s=_TRIAL_PATIENCE_S) as box:
+            (await box.run(["true"], timeout_s=_TRIAL_PATIENCE_S)).check()
+    lines = [f"tried: a sandbox was made, ran a command and was removed in {box.ledger.total_s * 1e3:.1f} ms"]
+    return lines + [f"not enforced: {names}: {reason}; {remedy}" for names, reason, remedy in said_together(box.ledger.unenforced)]
 
 
 def _show(found: list[dict[str, Any]], findings: list[host.Finding]) -> None:

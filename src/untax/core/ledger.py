@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 from untax.core.span import PARTS, Clock, Span, now_ns
-from untax.core.substrate import Unenforced
+from untax.core.substrate import Unenforced, said_together
 
 SCHEMA = 1
 """Of `to_json`. A reader refuses a number it does not know."""
@@ -219,8 +219,7 @@ class Ledger:
             if seconds > 0:
                 yield f"  {name:<13}{seconds * 1e3:>12.3f} ms"
         yield f"  {'total':<13}{numbers['total_s'] * 1e3:>12.3f} ms, of it tax {numbers['tax_s'] * 1e3:.3f} ms; {int(numbers['actions'])} actions"
-        for reason, remedy in dict.fromkeys((limit.reason, limit.remedy) for limit in self.unenforced):
-            names = ", ".join(u.name for u in self.unenforced if (u.reason, u.remedy) == (reason, remedy))
+        for names, reason, remedy in said_together(self.unenforced):
             yield f"  not enforced: {names} ({reason}); {remedy}"
 
     def _total_ns(self) -> int:

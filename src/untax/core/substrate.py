@@ -7,7 +7,7 @@ same boundary by the same clock. What only some substrates can do is a small pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -90,6 +90,14 @@ class Unenforced:
     """A field of `Limits`, or `network`."""
     reason: str
     remedy: str
+
+
+def said_together(limits: Iterable[Unenforced]) -> list[tuple[str, str, str]]:
+    """Names, reason and remedy: once for all that share the last two."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for limit in limits:
+        names.setdefault((limit.reason, limit.remedy), []).append(limit.name)
+    return [(", ".join(those), reason, remedy) for (reason, remedy), those in names.items()]
 
 
 @runtime_checkable

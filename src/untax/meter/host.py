@@ -220,7 +220,7 @@ def _journal(state_dir: Path) -> Finding:
 
 def _file_system_of(path: Path) -> tuple[str, str]:
     """The kernel's name of the device, and the type, of the file system that holds `path`."""
-    number = os.stat(_existing(path)).st_dev
+    number = os.stat(existing(path)).st_dev
     wanted = f"{os.major(number)}:{os.minor(number)}"
     block = f"/sys/dev/block/{wanted}"
     device = os.path.basename(os.readlink(block)) if os.path.islink(block) else ""
@@ -232,10 +232,10 @@ def _file_system_of(path: Path) -> tuple[str, str]:
 
 
 def _statvfs(path: Path) -> os.statvfs_result:
-    return os.statvfs(_existing(path))
+    return os.statvfs(existing(path))
 
 
-def _existing(path: Path) -> Path:
+def existing(path: Path) -> Path:
     """The nearest directory above that is there and can be looked at."""
     while not os.path.exists(path) and path != path.parent:
         path = path.parent

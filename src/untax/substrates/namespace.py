@@ -418,6 +418,7 @@ def _userns_reason() -> str | None:
     return None
 
 
+_FORBIDDEN = "the kernel, a container or a security module forbids it; run on the host itself, or allow user namespaces and mounts there"
 _REMEDIES = {
     errno.ENOSPC: "a limit of the kernel or the disk is reached: free space in the state directory, or raise user.max_*_namespaces",
     errno.EDQUOT: "free space in the state directory",
@@ -426,8 +427,8 @@ _REMEDIES = {
     errno.ENFILE: "too many open files on this machine; raise fs.file-max",
     errno.EAGAIN: "too many processes; raise the limit (ulimit -u) or close sandboxes",
     errno.EUSERS: "too many live sandboxes in this engine; release some",
-    errno.EPERM: "run `untax doctor`: the kernel or a security module forbids it",
-    errno.EACCES: "run `untax doctor`: the kernel or a security module forbids it",
+    errno.EPERM: _FORBIDDEN,
+    errno.EACCES: _FORBIDDEN,
 }
 
 
