@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ import untax
 from untax import substrates
 from untax.cli import EXIT_INFRASTRUCTURE
 from untax.cli._terminal import one_line
+from untax.core.errors import UsageError
 from untax.meter import host
 from untax.meter.figures import cost
 from untax.meter.plan import NATIVE, Plan
@@ -37,6 +39,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
     cases = arguments.substrate or _usable()
     plan = Plan((NATIVE, *dict.fromkeys(cases)), arguments.trials, arguments.warmup, arguments.actions, arguments.seed)
     facts = host.facts()
+    if arguments.out:
+        _make(Path(arguments.out))
     trials = asyncio.run(_collect(plan, arguments.state_dir))
     table = summaries(trials)
     errors = [trial for trial in trials if trial.error]
@@ -48,7 +52,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
         "warmup_discarded": plan.warmup,
         "actions": plan.actions,
         "host": facts,
-        "cases": {case: {metric: asdict(summary) for metric, summary in row.items()} for case, row in table.items()},
+        "cases": {case: {metric: _plain(summary) for metric, summary in row.items()} for case, row in table.items()},
         "failed": len(errors),
     }
     if arguments.out:
@@ -84,6 +88,19 @@ def _usable() -> list[str]:
     return usable
 
 
+def _plain(summary: Summary) -> dict[str, float | None]:
+    """For JSON, which has no NaN: what no sample gave is null."""
+    return {name: None if value is None or math.isnan(value) else value for name, value in asdict(summary).items()}
+
+
+def _make(out: Path) -> None:
+    """Before the trials: after them it would be too late to say that they cannot be kept."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise UsageError(f"--out {out}: {exc.strerror}; name another directory") from exc
+
+
 def _keep(
     out: Path,
     trials: list[Trial],
@@ -92,7 +109,6 @@ def _keep(
     plan: Plan,
     table: dict[str, dict[str, Summary]],
 ) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     with (out / "records.jsonl").open("w", encoding="utf-8") as records:
         for trial in trials:
             records.write(json.dumps(trial.as_record(facts, plan.seed)) + "\n")

@@ -69,7 +69,16 @@ async def _joined(process: untax.Process, *, as_it_is: bool) -> int:
             while data := await typed.get():
                 await process.write(data)
 
-    loop.add_reader(stdin, lambda: typed.put_nowait(os.read(stdin, _CHUNK)))
+    def read_on() -> None:
+        try:
+            data = os.read(stdin, _CHUNK)
+        except OSError:
+            data = b""
+        if not data:
+            loop.remove_reader(stdin)  # the terminal is gone, and would say so for ever
+        typed.put_nowait(data)
+
+    loop.add_reader(stdin, read_on)
     loop.add_signal_handler(signal.SIGWINCH, resized)
     typing = loop.create_task(type_on())
     try:
