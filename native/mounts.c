@@ -246,30 +246,34 @@ static int overlay_of(const struct mounts *m, const int *lowers, size_t count, i
     return k_fsmount(fs, K_ATTR_NOSUID | K_ATTR_NODEV);
 }
 
-int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns, const char **step) {
+static int shifted_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns) {
     int shifted[LAYERS_MAX];
     size_t done = 0;
-    *step = "layer owners";
-    if (count > LAYERS_MAX) {
-        errno = E2BIG;
-        return -1;
-    }
     char name[16];
-    int mount_fd = -1;
-    if (userns >= 0)
-        for (; done < count; done++)
-            if ((shifted[done] = shift_layer(m, lowers[done], userns, (unsigned)done, name, sizeof name)) < 0) break;
-    if (userns < 0 || done == count) {
-        *step = "overlay";
-        mount_fd = overlay_of(m, userns >= 0 ? shifted : lowers, count, upper, work);
-    }
+    for (; done < count; done++)
+        if ((shifted[done] = shift_layer(m, lowers[done], userns, (unsigned)done, name, sizeof name)) < 0) break;
+    int mount_fd = done == count ? overlay_of(m, shifted, count, upper, work) : -1;
     int error = errno;
-    for (size_t i = 0; userns >= 0 && i <= done && i < count; i++) {
+    for (size_t i = 0; i <= done && i < count; i++) {
         if (i < done) close(shifted[i]);  // the one after may have been attached before it failed
         char path[64];
         snprintf(path, sizeof path, "/proc/self/fd/%d/l%u", m->stage, (unsigned)i);
         umount2(path, MNT_DETACH);  // overlay holds its own reference
     }
     errno = error;
+    return mount_fd;
+}
+
+int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns, const char **step) {
+    *step = "overlay";
+    if (count > LAYERS_MAX) {
+        errno = E2BIG;
+        return -1;
+    }
+    int mount_fd = userns >= 0 ? shifted_overlay(m, lowers, count, upper, work, userns) : -1;
+    // A kernel before 5.19, or a layer on a file system that cannot be shifted (9p, an overlay): its files then belong to nobody inside, which
+    // takes rights away and gives none.
+    if (userns < 0 || (mount_fd < 0 && (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP || errno == EPERM)))
+        mount_fd = overlay_of(m, lowers, count, upper, work);
     return mount_fd;
 }

@@ -25,7 +25,7 @@ int mounts_bind(struct mounts *m, const char *source);
 // A new detached view of the shared /dev.
 int mounts_dev(struct mounts *m);
 // An overlay over `lowers` (uppermost first) with the given upper and work directories, detached. With `userns` ≥ 0 the layers' owners
-// are shifted into that user namespace. -1 with errno and *step on failure.
+// are shifted into that user namespace, where kernel and file system can. -1 with errno and *step on failure.
 int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns, const char **step);
 // A detached tmpfs of that size; `inodes` 0 means the kernel's default.
 int mounts_tmpfs(uint64_t bytes, uint64_t inodes, const char *mode, unsigned attributes);
