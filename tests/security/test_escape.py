@@ -387,16 +387,20 @@ async def test_e26_the_kernel_s_log_is_not_readable(box):
     assert result.stdout == b""
 
 
+def digests(root: Path) -> dict[str, tuple[int, int, str]]:
+    found = {}
+    for path in root.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            info = path.lstat()
+            found[str(path)] = (info.st_mode, info.st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+    return found
+
+
 async def test_e27_the_base_layer_stays_as_it_is(engine, neighbour, tmp_path):
     """Whoever may write in one sandbox (here as root inside, on a directory of our own) changes nothing for another."""
     root = tmp_path / "image"
     shutil.copytree(small_directory(), root, symlinks=True)
-    digest = lambda: {
-        str(p): (p.lstat().st_mode, p.lstat().st_mtime_ns, hashlib.sha256(p.read_bytes()).hexdigest())
-        for p in root.rglob("*")
-        if p.is_file() and not p.is_symlink()
-    }  # noqa: E731
-    before = digest()
+    before = digests(root)
     spec = untax.EnvSpec(image=f"dir:{root}")
     async with engine.lease(spec) as one, engine.lease(spec) as two:
         for user in (None, "root"):
@@ -408,7 +412,7 @@ async def test_e27_the_base_layer_stays_as_it_is(engine, neighbour, tmp_path):
         expected = hashlib.sha256((root / "usr/bin/env").read_bytes()).hexdigest()
 
     assert result.text.split() == [expected, "-", "755", "755", "1"]
-    assert digest() == before
+    assert digests(root) == before
 
 
 async def test_e28_the_state_directory_is_closed_to_others(box, state_dir, as_root):
