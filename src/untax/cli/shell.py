@@ -43,7 +43,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
 
 async def _shell(arguments: argparse.Namespace) -> tuple[int, Ledger]:
     argv = arguments.command or ["bash", "-i"]
-    cols, rows = os.get_terminal_size(sys.stdout.fileno())
+    rows, cols = _size()
     term = os.environ.get("TERM", "xterm")
     async with engine_of(arguments) as engine, engine.lease(spec_of(arguments), env={"TERM": term}, ttl_s=arguments.ttl) as box:
         process = await box.start(argv, pty=True, rows=rows, cols=cols)
@@ -61,8 +61,7 @@ async def _joined(process: untax.Process, *, as_it_is: bool) -> int:
     jobs: set[asyncio.Task[None]] = set()
 
     def resized() -> None:
-        cols, rows = os.get_terminal_size(stdout)
-        jobs.add(loop.create_task(process.resize(rows, cols)))
+        jobs.add(loop.create_task(process.resize(*_size())))
 
     async def type_on() -> None:
         with contextlib.suppress(BrokenPipeError):
@@ -91,6 +90,12 @@ async def _joined(process: untax.Process, *, as_it_is: bool) -> int:
         for job in (typing, *jobs):
             job.cancel()
         await asyncio.gather(typing, *jobs, return_exceptions=True)
+
+
+def _size() -> tuple[int, int]:
+    """Rows and columns; a serial line, or a terminal that nobody has told its size, says 0."""
+    cols, rows = os.get_terminal_size(sys.stdout.fileno())
+    return rows or 24, cols or 80
 
 
 @contextlib.contextmanager
