@@ -52,8 +52,10 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     if reason is None:
         try:
             evidence += asyncio.run(_tried(name, state_dir))
-        except (UntaxError, OSError) as exc:
+        except UntaxError as exc:
             reason = f"tried, and failed: {exc}"
+        except OSError as exc:
+            reason = f"state directory {state_dir}: {exc.strerror}; name another with --state-dir"
     return {"name": name, "isolation": substrate.isolation, "usable": reason is None, "reason": reason, "evidence": evidence}
 
 
