@@ -13,6 +13,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -26,6 +27,7 @@
 #include <sys/sendfile.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -179,6 +181,18 @@ static void on_sweep(uint32_t seq, struct rd *r) {
 }
 
 // ---- starting up ----
+
+// Root of the machine, and not of a container's user namespace or without the right to mount: those have what an ordinary user has.
+static bool is_host_root(void) {
+    char map[64];
+    if (geteuid() != 0 || io_read_file(AT_FDCWD, "/proc/self/uid_map", map, sizeof map) < 0) return false;
+    char *at = map;
+    for (int field = 0; field < 2; field++)
+        if (strtoul(at, &at, 10) != 0) return false;
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct data[2] = {0};
+    return strtoul(at, NULL, 10) == UINT32_MAX && !syscall(SYS_capget, &header, data) && data[0].effective >> CAP_SYS_ADMIN & 1;
+}
 
 // An ordinary user is root in a user namespace of its own, where it may mount and make namespaces.
 static int become_userns_root(void) {
@@ -358,7 +372,7 @@ int launcher_main(int argc, char **argv) {
     if (argc == 3) {
         // The user namespace comes before the exec: memory belongs to the namespace in which its program was started, and only
         // who has rights there may later enter the sandboxes, which cannot be looked into otherwise.
-        const char *how = geteuid() == 0 ? "root" : become_userns_root() ? "failed" : "userns";
+        const char *how = is_host_root() ? "root" : become_userns_root() ? "failed" : "userns";
         L.userns_error = strcmp(how, "failed") ? 0 : errno;
         if (!L.userns_error) seal_program(argv, how);
         L.in_userns = !strcmp(how, "userns");

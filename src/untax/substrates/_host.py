@@ -44,6 +44,22 @@ def cell_missing_reason() -> str | None:
     return None
 
 
+_CAP_SYS_ADMIN = 21
+
+
+def is_host_root() -> bool:
+    """Root of the machine, and not of a container's user namespace or without the right to mount; as the launcher decides it."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        id_map = Path("/proc/self/uid_map").read_text().split()
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    effective = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
+    return id_map == ["0", "0", "4294967295"] and bool(effective >> _CAP_SYS_ADMIN & 1)
+
+
 def default_state_dir() -> Path:
     """Where engines keep what must not be lost track of: /var/lib/untax for root, the user's own state directory otherwise."""
     if os.geteuid() == 0:

@@ -26,7 +26,16 @@ from untax.core.spec import EnvSpec
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._claims import Claim, RangeClaim, disk_image, mkfs_btrfs
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, remove_tree, sweep
+from untax.substrates._host import (
+    Holding,
+    cell_missing_reason,
+    cell_path,
+    chosen_state_dir,
+    ensure_private_dir,
+    is_host_root,
+    remove_tree,
+    sweep,
+)
 from untax.substrates._host_image import HostImage, host_image
 from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all
 
@@ -90,9 +99,12 @@ class NamespaceSubstrate:
         return _userns_reason()
 
     def evidence(self) -> Sequence[str]:
-        lines = [f"kernel {os.uname().release}", "root" if os.geteuid() == 0 else "an ordinary user: agent and workload share one user id"]
+        lines = [
+            f"kernel {os.uname().release}",
+            "root" if is_host_root() else "an ordinary user, or root of a container: agent and workload share one user id",
+        ]
         lines.append(f"user namespaces allowed: {_read_number('/proc/sys/user/max_user_namespaces')}")
-        if os.geteuid() == 0:
+        if is_host_root():
             lines.append("disk limits: mkfs.btrfs found" if mkfs_btrfs() else "disk limits: no mkfs.btrfs; apt install btrfs-progs")
         return lines
 
@@ -104,7 +116,7 @@ class NamespaceSubstrate:
         ensure_private_dir(self._state_dir)
         self._holding = Holding.take(self._root)
         launcher = self._launcher = Launcher(cell_path(), self._on_death)
-        is_root = os.geteuid() == 0
+        is_root = is_host_root()
         if is_root:
             self._ranges = RangeClaim(self._state_dir)
             if self._disk == "auto":
@@ -325,7 +337,7 @@ class NamespaceSandbox:
         try:
             await self._launcher.request(wire.ENTER, struct.pack("<I", self._handle) + pack(user) + pack(user if name is None else name))
         except LauncherRefused as exc:
-            if user and exc.step in ("user", "namespaces") and exc.error == errno.EPERM and os.geteuid() != 0:
+            if user and exc.step in ("user", "namespaces") and exc.error == errno.EPERM and not is_host_root():
                 raise UsageError(
                     f"user {user!r}: an engine of an ordinary user has one user id for its sandboxes; run the engine as root"
                 ) from exc
@@ -413,7 +425,7 @@ def _read_number(path: str) -> int | None:
 def _userns_reason() -> str | None:
     if _read_number("/proc/sys/user/max_user_namespaces") == 0:  # binds root as well
         return "user namespaces are switched off; sysctl -w user.max_user_namespaces=15000"
-    if os.geteuid() != 0 and _read_number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
+    if not is_host_root() and _read_number("/proc/sys/kernel/unprivileged_userns_clone") == 0:
         return "user namespaces are for root only here; sysctl -w kernel.unprivileged_userns_clone=1, or run as root"
     return None
 
