@@ -231,3 +231,16 @@ async def test_many_writes_at_once_do_not_mix(box):
 
     assert [set(data) for data in found] == [{n} for n in range(20)]
     assert {len(data) for data in found} == {300_000}
+
+
+async def test_a_rewrite_keeps_the_mode_of_a_file(box):
+    """A script that is edited stays executable; a mode that is given is set."""
+    await box.write("script", b"#!/bin/sh\necho one\n", mode=0o755)
+    await box.write("script", b"#!/bin/sh\necho two\n")
+    kept = await box.stat("script")
+    await box.write("script", b"#!/bin/sh\necho three\n", mode=0o600)
+    given = await box.stat("script")
+    await box.write("new", b"")
+    fresh = await box.stat("new")
+
+    assert [entry.mode & 0o7777 for entry in (kept, given, fresh)] == [0o755, 0o600, 0o644]
