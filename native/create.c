@@ -180,6 +180,7 @@ static int start_child(struct plan *p, struct box *b, int *channel, const char *
     *step = "sockets";
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair)) return -1;
     *channel = pair[0], p->channel = pair[1];
+    io_roomy(pair[0]), io_roomy(pair[1]);
     // An agent that does not read must not hold up the launcher.
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, control)) return -1;
     b->control = control[0], p->control = control[1];

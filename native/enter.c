@@ -93,6 +93,7 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     }
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) return -1;
     autoclose int agents = pair[0], workers = pair[1];
+    io_roomy(agents), io_roomy(workers);
     if (pipe2(status, O_CLOEXEC | O_NONBLOCK)) return -1;
     autoclose int ours = status[0], theirs = status[1];
     autoclose int note = birth_file();

@@ -25,6 +25,8 @@ bool io_nonblocking(int fd) {
     return flags >= 0 && fcntl(fd, F_SETFL, flags | O_NONBLOCK) == 0;
 }
 
+void io_roomy(int sock) { setsockopt(sock, SOL_SOCKET, SO_SNDBUF, &(int){1 << 20}, sizeof(int)); }
+
 ssize_t io_send_fds(int sock, const void *data, size_t size, const int *fds, size_t count) {
     struct iovec iov = {(void *)(uintptr_t)data, size};
     union {

@@ -16,6 +16,8 @@ void io_close(int *fd);  // closes when open, and forgets
 
 uint64_t io_now_ns(void);  // CLOCK_MONOTONIC
 bool io_nonblocking(int fd);
+// Room for a stream window in a socket, as far as the host allows: large transfers then need fewer turns of sender and receiver.
+void io_roomy(int sock);
 
 // One sendmsg/recvmsg with descriptors attached. Result as of write and read; EINTR is retried.
 ssize_t io_send_fds(int sock, const void *data, size_t size, const int *fds, size_t count);

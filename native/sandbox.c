@@ -240,6 +240,7 @@ _Noreturn void sandbox_main(struct plan *p) {
     build_root(p);
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) fail("worker socket");
+    io_roomy(pair[0]), io_roomy(pair[1]);
     struct birth *birth = birth_new();
     struct k_clone_args args = {.exit_signal = SIGCHLD};
     pid_t worker = cg_clone(&args, p->cg.work_group);

@@ -17,7 +17,7 @@
 #define FRAME_MAX_IN (4u << 20)             // host to cell, counted after the length field
 #define FRAME_MAX_OUT ((256u + 8u) << 10)   // cell to host
 #define DATA_MAX (256u << 10)               // data in one OUT frame
-#define STREAM_WINDOW (256u << 10)
+#define STREAM_WINDOW (1u << 20)
 #define REQUESTS_MAX 1024u
 #define EGRESS_BIT 0x80000000u
 

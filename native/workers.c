@@ -123,6 +123,7 @@ static struct worker *fork_worker(const char *user, size_t size, const struct id
 #else
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) < 0) return NULL;
+    io_roomy(pair[0]), io_roomy(pair[1]);
     struct birth *birth = birth_new();
     pid_t pid = fork();
     if (pid == 0) become_worker(pair[1], who, birth);

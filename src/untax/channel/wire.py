@@ -19,7 +19,7 @@ MINOR = 0
 FRAME_MAX_OUT = 4 << 20  # host to cell, counted after the length field
 FRAME_MAX_IN = (256 + 8) << 10  # cell to host
 DATA_MAX = 256 << 10  # data in one frame of a stream
-STREAM_WINDOW = 256 << 10
+STREAM_WINDOW = 1 << 20
 REQUESTS_MAX = 1024
 EGRESS_BIT = 0x80000000
 ID_MAX = EGRESS_BIT - 1
@@ -97,6 +97,9 @@ def blobs(values: Iterable[bytes]) -> bytes:
     return _U32.pack(len(parts)) + b"".join(parts)
 
 
+_PIECES_MAX = 4096  # a frame that comes byte by byte must not cost an object for each
+
+
 class FrameParser:
     """Cuts a byte stream into frames; keeps at most one unfinished frame of `max_frame` bytes.
 
@@ -104,21 +107,25 @@ class FrameParser:
     `ProtocolError` the stream cannot be made sense of any more.
     """
 
-    __slots__ = ("_kept", "_max", "_need")
+    __slots__ = ("_kept", "_max", "_need", "buffered")
 
     def __init__(self, max_frame: int = FRAME_MAX_IN) -> None:
         self._max = max_frame
-        self._kept = bytearray()
-        self._need = _LENGTH + _REST  # how much `_kept` must hold before there is anything new to say
+        self._kept: list[bytes] = []  # pieces of the unfinished frame, joined once when it is whole
+        self.buffered = 0
+        self._need = _LENGTH + _REST  # how much must be kept before there is anything new to say
 
     def feed(self, received: bytes) -> Iterator[Frame]:
-        kept = self._kept
-        if kept:
-            kept += received
-            if len(kept) < self._need:
+        if self._kept:
+            self._kept.append(received)
+            self.buffered += len(received)
+            if self.buffered < self._need:
+                if len(self._kept) >= _PIECES_MAX:
+                    self._kept = [b"".join(self._kept)]
                 return
-            received = bytes(kept)
-            kept.clear()
+            received = b"".join(self._kept)
+            self._kept.clear()
+            self.buffered = 0
         at, end = 0, len(received)
         unpack = _HEADER.unpack_from
         while end - at >= 12:
@@ -136,11 +143,8 @@ class FrameParser:
         else:
             self._need = 12
         if at < end:
-            kept += received[at:] if at else received
-
-    @property
-    def buffered(self) -> int:
-        return len(self._kept)
+            self._kept.append(received[at:])
+            self.buffered = end - at
 
 
 class Reader:

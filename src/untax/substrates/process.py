@@ -34,6 +34,7 @@ from untax.substrates._host import (
 
 # The cell needs milliseconds to kill its commands at the end of its input; one that takes longer is stuck.
 _EXIT_GRACE_S = 5.0
+_SOCKET_ROOM = 1 << 20  # a stream window, as the launcher gives its sockets
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _REMEDY = "use a substrate with isolation, for example Engine('namespace')"
 _UNENFORCED = tuple(
@@ -103,6 +104,8 @@ class ProcessSandbox:
 
     async def open_channel(self) -> SocketStream:
         ours, its = socket.socketpair()
+        for end in (ours, its):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_ROOM)
         with its:
             try:
                 self._cell = subprocess.Popen(

@@ -258,7 +258,7 @@ async def test_a13_a_stream_beyond_its_window_is_nonsense():
     task, [(request, _, _)] = await cell.asked(cell.channel.open(flow.start(["x"])))
     cell.say(request, wire.STARTED, struct.pack("<I", 42))
     link = await task
-    for _ in range(5):
+    for _ in range(wire.STREAM_WINDOW // 65536 + 1):
         cell.say(request, wire.OUT, b"\1" + bytes(65536))
     assert cell.channel.is_lost
     with pytest.raises(SandboxLost):
