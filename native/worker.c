@@ -20,6 +20,7 @@
 #include "spawn.h"
 
 #define PROBE_SIZE (64u << 10)
+#define PROBE_AHEAD (1 << 20)
 #define QUEUE_FULL (1u << 20)  // jobs rest while this much waits for the agent
 
 static struct link agent;
@@ -114,13 +115,15 @@ static int open_probe(void) {
     return fd;
 }
 
-// Tries rather than asks: quotas do not show in statvfs.
+// Tries rather than asks: quotas do not show in statvfs. A program that fails writes more at once than the last free kilobytes hold, so a
+// larger piece is asked for first, where that costs no writing.
 static bool write_fails(void) {
     static char block[PROBE_SIZE];  // not const: 64 KiB less in the file
     block[0] = 1;
     autoclose int fd = open(workdir, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
     if (fd < 0 && errno == EOPNOTSUPP) fd = open_probe();
     if (fd < 0) return errno == ENOSPC || errno == EDQUOT;
+    if (fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, PROBE_AHEAD) < 0 && (errno == ENOSPC || errno == EDQUOT)) return true;
     for (size_t left = sizeof block; left;) {
         ssize_t n = write(fd, block, left);
         if (n < 0 && errno == EINTR) continue;

@@ -4,9 +4,14 @@ import asyncio
 import functools
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
+
+# A shell that starts us in the background has us ignore Ctrl-C, and so would every program that the tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # ---- coroutine tests and fixtures, on one loop for the whole run so that a fixture may outlive a test ----
 

@@ -87,6 +87,7 @@ class NamespaceSubstrate:
         self._host_image: HostImage | None = None
         self._live: dict[int, NamespaceSandbox] = {}
         self._sweeping: asyncio.Task[None] | None = None
+        self.host: _Host | None = None  # once started
         self._unenforced: tuple[Unenforced, ...] = ()
 
     # ---- what this machine offers ----
@@ -122,8 +123,8 @@ class NamespaceSubstrate:
             if self._disk == "auto":
                 self._image = await asyncio.to_thread(disk_image, self._state_dir)
         launcher.start()
-        host = await self._configure(launcher)
-        self._unenforced = tuple(_unenforced(host, self._disk))
+        self.host = await self._configure(launcher)
+        self._unenforced = tuple(_unenforced(self.host, self._disk))
         await self._sweep()
 
     async def _configure(self, launcher: Launcher) -> _Host:
