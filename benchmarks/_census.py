@@ -161,6 +161,17 @@ class Doomed:
         return None if left else took
 
 
+def settled(state_dir: Path, mark: str) -> Census:
+    """The census once it stays the same: an engine that has just given its first sandbox still prepares for the next ones."""
+    last = take(state_dir, mark)
+    while True:
+        time.sleep(0.2)
+        now = take(state_dir, mark)
+        if now == last:
+            return now
+        last = now
+
+
 def wait_like(state_dir: Path, mark: str, before: Census, within_s: float) -> dict[str, int]:
     """Count again until it is exactly as before, or the time is up; gives what differs then."""
     end = time.perf_counter() + within_s
