@@ -37,9 +37,16 @@ async def test_a_session_does_not_outlive_a_reset(box):
 
 
 async def test_a_release_is_safe_to_do_twice(engine, spec):
+    """The second one changes nothing: the box stays gone, its ledger as it was, and the engine goes on."""
     box = await engine.acquire(spec)
     await box.release()
+    ledger = box.ledger.to_json()
     await box.release()
+
+    assert box.ledger.to_json() == ledger
+    assert box.ledger.verdict == "trusted"
+    async with engine.lease(spec) as another:
+        assert (await another.run(["true"])).exit_code == 0
 
 
 async def test_release_ends_what_is_still_running(engine, spec):
