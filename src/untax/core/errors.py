@@ -14,6 +14,9 @@ UntaxError                   retryable = False unless a subclass says otherwise
 ├── PoolError
 │   ├── PoolTimeout          no lease within the deadline                 retryable
 │   └── PoolClosed
+├── StageError               what a spec needs could not be put in place; carries the stage
+│   ├── StageFailed          its recipe failed: a set-up command, a missing commit, a refused archive; carries the log
+│   └── StageUnavailable     its source did not answer, or the store is full or damaged     retryable
 ├── ProtocolError            the other end of an action channel spoke nonsense
 ├── CommandFailed            raised by CommandResult.check(); carries the result
 └── ActionError              the sandbox stands and answered no; the workload's business, never the infrastructure's
@@ -103,6 +106,30 @@ class PoolTimeout(PoolError):
 
 class PoolClosed(PoolError):
     pass
+
+
+class StageError(UntaxError):
+    """What a spec needs could not be put in place. `stage` is the rung of the ladder, `log` what was printed meanwhile."""
+
+    def __init__(self, stage: str, message: str, log: bytes = b"") -> None:
+        super().__init__(stage, message, log)
+        self.stage = stage
+        self.message = message
+        self.log = log
+
+    def __str__(self) -> str:
+        tail = self.log[-2000:].decode(errors="replace").rstrip()
+        return f"{self.stage}: {self.message}" + (f"\n{tail}" if tail else "")
+
+
+class StageFailed(StageError):
+    """The recipe itself failed: the same recipe will fail again."""
+
+
+class StageUnavailable(StageError):
+    """The source did not answer, or the store is full or damaged."""
+
+    retryable = True
 
 
 class ProtocolError(UntaxError):

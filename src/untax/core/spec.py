@@ -84,16 +84,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class Repo:
-    """A repository at one commit."""
+    """A repository at one commit: a URL, a local path or a bundle file. `depth` is how many commits of history; None: all."""
 
     url: str
     commit: str
+    depth: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("url", "commit"):
             require_text(f"Repo.{name}", getattr(self, name))
             if getattr(self, name).startswith("-"):
                 raise UsageError(f"Repo.{name} must not begin with '-', which git would take for an option")
+        if self.depth is not None:
+            _require_whole("Repo.depth", self.depth, most=_MOST_PIDS)
 
 
 @dataclass(frozen=True)

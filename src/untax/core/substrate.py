@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
 
 from untax.core.result import CommandResult
+from untax.core.root import Root
 from untax.core.spec import EnvSpec
 from untax.core.stream import ByteStream
 
@@ -134,6 +136,50 @@ class Freezable(Protocol):
     async def pause(self) -> None: ...
 
     async def resume(self) -> None: ...
+
+
+@runtime_checkable
+class Layered(Protocol):
+    """A substrate whose sandboxes stand on directories that somebody else prepared."""
+
+    @property
+    def marks(self) -> Literal["trusted", "user"]:
+        """In which extended attributes its layers keep what was deleted or replaced; known once started."""
+
+    async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> LayeredSandbox:
+        """As `create`, over `root` whatever `spec.image` says. `cache` is a directory that is seen, writable, at /var/cache/untax."""
+
+
+class LayeredSandbox(Sandbox, Protocol):
+    """A sandbox over layers: what was written in it lies apart from them."""
+
+    root: Root
+    """What it stands on now; more than it was created on once a snapshot was taken."""
+
+    @property
+    def upper(self) -> Path:
+        """Where the host can read what was written since. The workload may change it at any time: follow no link in it."""
+
+    async def snapshot(self) -> Frozen:
+        """Freeze what was written into a layer while the sandbox lives on. Nothing changes in it afterwards."""
+
+    async def is_pristine(self) -> bool:
+        """Whether nothing was written, nothing runs and nothing was mounted since it was created, as far as can be proven."""
+
+
+class Frozen(Protocol):
+    """What a sandbox had written up to one moment, as a layer."""
+
+    id: str
+    root: Root
+    """What a fork is created on: the chain with this layer on top."""
+    tree: Path
+    """Where the host can read the layer."""
+    how: Literal["swapped", "cloned"]
+    """`swapped`: the sandbox goes on above it, nothing was copied. `cloned`: something was open for writing, so it was copied while frozen."""
+
+    async def discard(self) -> None:
+        """Let go of it; it stays until the last sandbox that stands on it is gone. Safe to call twice."""
 
 
 @runtime_checkable
