@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+from tests import boxview
 
 import untax
 
@@ -161,11 +162,12 @@ async def test_late_output_of_a_child_is_not_in_the_next_result(box):
 
 async def test_a_deadline_takes_the_whole_tree(box):
     """Children and grandchildren go with the command, also those in sessions of their own."""
-    cut = await box.shell("setsid sleep 987 & sleep 986 & sh -c 'sleep 985'; wait", timeout_s=0.4)
-    left = await box.shell("for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline 2>/dev/null; echo; done | grep -c '^sleep 98[567]'")
+    one, two, three = (boxview.odd_seconds() for _ in range(3))
+    cut = await box.shell(f"setsid sleep {one} & sleep {two} & sh -c 'sleep {three}'; wait", timeout_s=0.4)
 
     assert cut.timed_out
-    assert left.text.strip() == "0"
+    for seconds in (one, two, three):
+        assert await boxview.wait_gone(box, f"^{seconds}$", within_s=1)
 
 
 async def test_signals_that_are_ignored_do_not_outlast_a_deadline(box):
@@ -178,18 +180,16 @@ async def test_signals_that_are_ignored_do_not_outlast_a_deadline(box):
 
 async def test_cancelling_the_await_kills_the_command(box):
     """A caller that goes away takes its command along."""
+    seconds = boxview.odd_seconds()
     await box.run(["mkfifo", "up"])
-    task = asyncio.create_task(box.shell("echo up >up; exec sleep 654", timeout_s=60))
+    task = asyncio.create_task(box.shell(f"echo up >up; exec sleep {seconds}", timeout_s=60))
     await box.run(["cat", "up"], timeout_s=10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
 
     # `wait` is not ours to use: the process is another command's child. Its directory in /proc ends with it.
-    gone = await box.shell(
-        "for i in $(seq 500); do grep -lsz '^654$' /proc/[0-9]*/cmdline | grep -v self >/dev/null || exit 0; sleep 0.01; done; exit 1"
-    )
-    assert gone.exit_code == 0
+    assert await boxview.wait_gone(box, f"^{seconds}$", within_s=5)
 
 
 async def test_many_commands_run_at_once_over_one_channel(box):

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+from tests import boxview
 
 import untax
 
@@ -19,12 +20,13 @@ async def test_two_leases_do_not_see_each_other_s_files(engine, spec):
 async def test_a_reset_is_a_fresh_sandbox(box):
     """Files, processes and sessions of before are gone; the lease goes on."""
     await box.write("left", b"x")
-    await box.shell("(trap '' TERM HUP; setsid nohup sleep 4321 >/dev/null 2>&1 &)")
+    seconds = boxview.odd_seconds()
+    await box.shell(f"(trap '' TERM HUP; setsid nohup sleep {seconds} >/dev/null 2>&1 &)")
+    assert await boxview.wait_running(box, f"^{seconds}$")
     await box.reset()
 
     assert "left" not in [entry.name for entry in await box.list(".")]
-    left = await box.shell("grep -lsz '^4321$' /proc/[0-9]*/cmdline | grep -v self")
-    assert left.stdout == b""
+    assert not await boxview.is_running(box, f"^{seconds}$")
 
 
 async def test_a_session_does_not_outlive_a_reset(box):

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from tests import boxview
 
 import untax
 
@@ -66,21 +67,23 @@ async def test_a_process_can_be_signalled(box):
 
 
 async def test_a_kill_takes_the_children_along(box):
-    process = await box.start(["sh", "-c", "sleep 777 & echo up; wait"])
+    seconds = boxview.odd_seconds()
+    process = await box.start(["sh", "-c", f"sleep {seconds} & echo up; wait"])
     await read_until(process, b"up\n")
+    assert await boxview.wait_running(box, f"^{seconds}$")
     process.kill()
     await process.wait()
 
-    gone = await box.shell("for i in $(seq 200); do grep -lsz '^777$' /proc/[0-9]*/cmdline >/dev/null || exit 0; sleep 0.01; done; exit 1")
-    assert gone.exit_code == 0
+    assert await boxview.wait_gone(box, f"^{seconds}$", within_s=2)
 
 
 async def test_leaving_the_block_ends_the_process(box):
-    async with await box.start(["sh", "-c", "echo up; exec sleep 778"]) as process:
+    seconds = boxview.odd_seconds()
+    async with await box.start(["sh", "-c", f"echo up; exec sleep {seconds}"]) as process:
         await read_until(process, b"up\n")
-    gone = await box.shell("for i in $(seq 200); do grep -lsz '^778$' /proc/[0-9]*/cmdline >/dev/null || exit 0; sleep 0.01; done; exit 1")
+        assert await boxview.wait_running(box, f"^{seconds}$")
 
-    assert gone.exit_code == 0
+    assert await boxview.wait_gone(box, f"^{seconds}$", within_s=2)
 
 
 async def test_a_deadline_ends_a_started_process(box):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from tests import hostview
+from tests.boxview import is_running, wait_gone, wait_running
 
 import untax
 
@@ -15,27 +16,18 @@ async def python(box, code: str, **options):
     return await box.run(["python3", "-c", code], **options)
 
 
-def running(text: str) -> str:
-    """A shell test for processes whose command line holds `text`, this one excepted."""
-    return f"grep -lsz -- '{text[:1]}[{text[1]}]{text[2:]}' /proc/[0-9]*/cmdline | wc -l"
-
-
-async def is_running(box, text: str) -> bool:
-    return (await box.shell(running(text))).text.strip() != "0"
-
-
 async def test_p1_a_background_child_does_not_hold_the_answer(box):
     """It keeps running; the rule is written in the protocol."""
     result = await box.shell("sleep 1001 & echo hi")
 
     assert result.stdout == b"hi\n"
     assert result.round_trip_s < 1
-    assert await is_running(box, "1001")
+    assert await wait_running(box, "1001")
 
 
 async def test_p2_a_detached_child_is_gone_after_a_reset(box):
     await box.shell("nohup setsid sleep 1002 >/dev/null 2>&1 &")
-    assert await is_running(box, "1002")
+    assert await wait_running(box, "1002")
     await box.reset()
 
     assert not await is_running(box, "1002")
@@ -53,7 +45,7 @@ async def test_p4_a_deadline_takes_the_grandchildren(box):
 
     assert result.timed_out
     assert result.round_trip_s < 1.5
-    assert not await is_running(box, "1004")
+    assert await wait_gone(box, "1004", within_s=1)
 
 
 DAEMON = (
@@ -68,7 +60,7 @@ async def test_p5_a_daemon_that_ignores_signals_is_dead_after_a_reset(box):
     await python(box, DAEMON)
     up = await box.shell("for i in $(seq 300); do [ -s up ] && exit 0; sleep 0.01; done; exit 1")
     assert up.exit_code == 0
-    assert await is_running(box, "1005")
+    assert await wait_running(box, "1005")
     await box.reset()
 
     assert not await is_running(box, "1005")
@@ -79,7 +71,7 @@ async def test_p6_a_trap_does_not_outlast_the_deadline(box):
 
     assert result.timed_out
     assert result.round_trip_s < 1.5
-    assert not await is_running(box, "1006")
+    assert await wait_gone(box, "1006", within_s=1)
 
 
 async def test_p7_orphans_are_reaped(box):
@@ -283,7 +275,7 @@ async def test_p22_a_reaper_of_its_own_hides_nothing(box):
     await box.shell(
         'nohup python3 -c "$CODE" >/dev/null 2>&1 & for i in $(seq 300); do [ -s up ] && break; sleep 0.01; done', env={"CODE": code}
     )
-    assert await is_running(box, "1022")
+    assert await wait_running(box, "1022")
     await box.reset()
 
     assert not await is_running(box, "1022")
@@ -298,7 +290,7 @@ async def test_p23_a_name_protects_nobody_and_condemns_nobody(box, name):
     try:
         cut = await python(box, code, timeout_s=1)
         assert cut.timed_out
-        assert not await is_running(box, "time.sleep(1024)")
+        assert await wait_gone(box, "time.sleep(1024)", within_s=1)
         assert outside.returncode is None
         os.kill(outside.pid, 0)
     finally:
