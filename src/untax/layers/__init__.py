@@ -1,0 +1,1 @@
+"""What sandboxes stand on: images, stages and layers, content-addressed and shared. Imports core only."""
