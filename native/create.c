@@ -1,5 +1,5 @@
 // CREATE: from the request to a cloned child that builds its own inside. What only the launcher can make is made here: control
-// groups, the upper directory, the overlay, views of host directories.
+// groups, the upper directory, the overlays.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -18,12 +18,12 @@
 #include "io.h"
 #include "kernel.h"
 #include "launcher.h"
+#include "layout.h"
 
 struct create {
     char id[ID_MAX];
-    struct rd lowers, views, dirs;
-    uint32_t lower_count, view_count, dir_count;
-    uint8_t upper;
+    struct layout layout;
+    bool in_memory;
     struct cg_limits limits;
     uint64_t disk, tmp, shm;
     char *workdir;
@@ -31,66 +31,22 @@ struct create {
 
 static bool parse_create(struct rd *r, struct create *c) {
     struct span id = rd_name(r);
-    struct span lowers = rd_strs(r, &c->lower_count);
-    struct span views = rd_strs(r, &c->view_count);
-    c->upper = rd_u8(r);
+    if (!launcher_valid_id(id) || !layout_parse(&c->layout, r)) return false;
+    c->in_memory = rd_u8(r);
     c->limits.memory_bytes = rd_u64(r), c->limits.pids = rd_u32(r), c->limits.cpu_permille = rd_u32(r);
     c->disk = rd_u64(r), c->tmp = rd_u64(r), c->shm = rd_u64(r);
     struct span workdir = rd_name(r);
-    struct span dirs = rd_strs(r, &c->dir_count);
-    if (!rd_done(r) || !launcher_valid_id(id) || !c->lower_count || c->lower_count > LAYERS_MAX || c->view_count % 2 || c->view_count / 2 > VIEWS_MAX) return false;
+    if (!rd_done(r)) return false;
     memcpy(c->id, id.at, id.size);
     c->id[id.size] = 0;
-    c->lowers = rd_of(lowers.at + 4, lowers.size - 4);
-    c->views = rd_of(views.at + 4, views.size - 4);
-    c->dirs = rd_of(dirs.at + 4, dirs.size - 4);
     c->workdir = launcher_text(workdir);
     return c->workdir != NULL;
-}
-
-// mkdir -p below a fresh upper directory that nobody else has touched; the last part belongs to `uid`.
-static int make_path(int upper, struct span path, uid_t root, uid_t uid) {
-    char text[4096];
-    if (path.size >= sizeof text) {
-        errno = ENAMETOOLONG;
-        return -1;
-    }
-    memcpy(text, path.at, path.size);
-    text[path.size] = 0;
-    char *at = text;
-    while (*at == '/') at++;
-    for (char *slash; *at; at = slash) {
-        slash = strchr(at, '/');
-        if (slash) *slash = 0;
-        const char *whole = text + strspn(text, "/");
-        bool is_last = !slash || !slash[1];
-        if (!strcmp(at, "..") || (mkdirat(upper, whole, 0755) && errno != EEXIST)) return -1;
-        if (fchownat(upper, whole, is_last ? uid : root, is_last ? uid : root, AT_SYMLINK_NOFOLLOW)) return -1;
-        if (!slash) break;
-        *slash++ = '/';
-    }
-    return 0;
-}
-
-// Mount points are made in the upper directory: whatever an image has there, a link for instance, is covered by a plain directory.
-static int fill_upper(int upper, const struct slot *slot, struct create *c) {
-    static const char *const points[] = {"proc", "dev", "tmp"};
-    uid_t root = slot->base, user = L.in_userns ? 0 : slot->base + WORKLOAD_UID;
-    if (!L.in_userns && fchown(upper, root, root)) return -1;
-    for (size_t i = 0; i < 3; i++)
-        if (mkdirat(upper, points[i], 0755)) return -1;
-    for (uint32_t i = 0; i < c->dir_count; i++)
-        if (make_path(upper, rd_bytes(&c->dirs), root, user)) return -1;
-    return 0;
 }
 
 static void close_plan(struct plan *p) {
     io_close(&p->root);
     io_close(&p->dev);
-    for (size_t i = 0; i < p->view_count; i++) {
-        io_close(&p->views[i].mount);
-        free((char *)(uintptr_t)p->views[i].at);
-    }
+    for (size_t i = 0; i < p->view_count; i++) io_close(&p->views[i].mount);
     p->view_count = 0;
     io_close(&p->channel);
     io_close(&p->control);
@@ -98,78 +54,15 @@ static void close_plan(struct plan *p) {
     cg_box_close(&p->cg);
 }
 
-static int add_views(struct plan *p, struct create *c, const char **step) {
-    *step = "view of a host directory";
-    for (uint32_t i = 0; i < c->view_count / 2; i++) {
-        char *source = launcher_text(rd_bytes(&c->views)), *at = launcher_text(rd_bytes(&c->views));
-        int fd = source && at ? mounts_bind(&L.mounts, source) : -1;
-        int error = errno;
-        free(source);
-        if (fd < 0) {
-            free(at);
-            errno = error;
-            return -1;
-        }
-        p->views[p->view_count++] = (struct view){fd, at};
-    }
-    return 0;
-}
-
-// A sized tmpfs in place of the directory on disk. It is attached while overlay looks at it; overlay keeps it from then on.
-static int tmpfs_upper(uint64_t bytes, struct disk_box *box) {
-    autoclose int fs = mounts_tmpfs(bytes, 0, "755", K_ATTR_NOSUID | K_ATTR_NODEV);
-    if (fs < 0 || (mkdirat(L.mounts.stage, "u", 0700) && errno != EEXIST)) return -1;
-    if (k_move_mount(fs, "", L.mounts.stage, "u", K_MOVE_FROM_EMPTY)) return -1;
-    if (mkdirat(fs, "upper", 0755) || mkdirat(fs, "work", 0755)) return -1;
-    disk_box_close(box);
-    box->upper = openat(fs, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    box->work = openat(fs, "work", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    return box->upper < 0 || box->work < 0 ? -1 : 0;
-}
-
-static int open_lowers(struct create *c, int *fds) {
-    for (uint32_t i = 0; i < c->lower_count; i++) {
-        char *path = launcher_text(rd_bytes(&c->lowers));
-        fds[i] = path ? open(path, O_PATH | O_DIRECTORY | O_CLOEXEC) : -1;
-        int error = errno;
-        free(path);
-        if (fds[i] >= 0) continue;
-        while (i--) close(fds[i]);
-        errno = error;
-        return -1;
-    }
-    return 0;
-}
-
-static int mount_root(struct plan *p, struct create *c, const char **step) {
-    static int lowers[LAYERS_MAX];
-    struct disk_box box;
-    bool in_memory = c->upper == 1;
-    *step = "upper directory";
-    if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, &box)) return -1;
-    bool ready = !(in_memory && tmpfs_upper(c->disk, &box)) && !fill_upper(box.upper, &p->slot, c);
-    if (ready) *step = "image";
-    if (ready && !open_lowers(c, lowers)) {
-        p->root = mounts_overlay(&L.mounts, lowers, c->lower_count, box.upper, box.work, L.in_userns ? -1 : p->slot.userns, step);
-        int error = errno;
-        for (uint32_t i = 0; i < c->lower_count; i++) close(lowers[i]);
-        errno = error;
-    }
-    int error = errno;
-    disk_box_close(&box);
-    if (in_memory) {
-        char path[64];
-        snprintf(path, sizeof path, "/proc/self/fd/%d/u", L.mounts.stage);
-        umount2(path, MNT_DETACH);
-    }
-    errno = error;
-    return p->root < 0 ? -1 : 0;
-}
-
 // Everything the child needs that only the launcher can make. What is made is found in the plan, also after a failure.
 static int prepare(struct plan *p, struct create *c, const char **step) {
     if (cg_box_make(c->id, &c->limits, &p->cg, step)) return -1;
-    if (mount_root(p, c, step) || add_views(p, c, step)) return -1;
+    struct disk_box disk;
+    *step = "upper directory";
+    if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
+    int failed = layout_mount(&c->layout, NULL, &p->slot, &disk, &p->root, p->views, &p->view_count, step);
+    disk_box_close(&disk);
+    if (failed) return -1;
     *step = "device directory";
     p->dev = mounts_dev(&L.mounts);
     return p->dev < 0 ? -1 : 0;
@@ -199,6 +92,7 @@ void launcher_create(uint32_t seq, struct rd *r) {
     struct create c = {0};
     if (!parse_create(r, &c)) {
         free(c.workdir);
+        layout_free(&c.layout);
         launcher_refuse(seq, "request", EINVAL);
         return;
     }
@@ -222,10 +116,14 @@ void launcher_create(uint32_t seq, struct rd *r) {
         }
         if (b) launcher_free(b);
         else free(c.workdir);
+        layout_free(&c.layout);
         launcher_refuse(seq, step, error);
         return;
     }
     strcpy(b->id, c.id);
+    strcpy(b->disk, c.id);
+    b->layout = c.layout;
+    b->in_memory = c.in_memory;
     b->slot = p.slot;
     b->handle = ++L.generation << RANGE_BITS | p.slot.range;
     L.boxes[p.slot.range] = b;

@@ -21,6 +21,7 @@
 
 #include "io.h"
 #include "kernel.h"
+#include "mounts.h"
 
 // Project ids of our own, far from those people give by hand: one for each range of user ids of the machine, and in turn several for
 // each, because what the last sandbox of a range left is still being deleted when the next one starts.
@@ -30,10 +31,13 @@
 #define DEPTH_MAX 64               // each level costs a descriptor and 32 KiB; what lies deeper is first brought up beside the tree
 #define SIMPLE_QUOTA 4             // BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA, Linux 6.7: no accounting at commit time
 
+#define HELD_MAX 64
+
 static struct {
     enum disk_mode mode;
     int boxes, trash;
     bool dirty;  // something lies in the trash
+    int hold[HELD_MAX], held;
 } disk = {.boxes = -1, .trash = -1};
 
 enum disk_mode disk_mode(void) { return disk.mode; }
@@ -98,6 +102,7 @@ pid_t disk_sweep_trash(void) {
     if (!disk.dirty) return -1;
     disk.dirty = false;
     pid_t pid = fork();
+    while (pid > 0 && disk.held) close(disk.hold[--disk.held]);
     if (pid) return pid;
     // It may outlive the launcher: nothing that others wait to see closed stays open in it.
     int trash = dup2(disk.trash, 3);
@@ -250,14 +255,17 @@ static int make_dir(const char *id, uint16_t number, uint64_t bytes) {
     return fd;
 }
 
-int disk_make(const char *id, uint16_t number, uint64_t bytes, struct disk_box *out) {
-    *out = (struct disk_box){-1, -1};
-    autoclose int dir = make_dir(id, number, bytes);
-    if (dir >= 0 && !mkdirat(dir, "upper", 0755) && !mkdirat(dir, "work", 0755)) {
-        out->upper = openat(dir, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        out->work = openat(dir, "work", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (out->upper >= 0 && out->work >= 0) return 0;
-    }
+// A sized tmpfs over the directory, in the launcher's own mount namespace.
+static int mount_memory(const char *id, uint64_t bytes) {
+    if (mkdirat(disk.boxes, id, 0700)) return -1;
+    autoclose int fs = mounts_tmpfs(bytes, 0, "700", K_ATTR_NOSUID | K_ATTR_NODEV);
+    if (fs < 0 || k_move_mount(fs, "", disk.boxes, id, K_MOVE_FROM_EMPTY)) return -1;
+    return openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out) {
+    out->dir = in_memory ? mount_memory(id, bytes) : make_dir(id, number, bytes);
+    if (out->dir >= 0 && !mkdirat(out->dir, "upper", 0755)) return 0;
     int error = errno;
     disk_box_close(out);
     disk_drop(id);
@@ -265,12 +273,20 @@ int disk_make(const char *id, uint16_t number, uint64_t bytes, struct disk_box *
     return -1;
 }
 
-void disk_box_close(struct disk_box *box) {
-    io_close(&box->upper);
-    io_close(&box->work);
+void disk_box_close(struct disk_box *box) { io_close(&box->dir); }
+
+// Freeing a tmpfs that holds much takes long, and falls to whoever lets go of it last: that shall be the child that empties the trash.
+static void drop_memory(const char *id) {
+    char path[128];
+    snprintf(path, sizeof path, "/proc/self/fd/%d/%s", disk.boxes, id);
+    int mounted = openat(disk.boxes, id, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    bool was_mounted = mounted >= 0 && !umount2(path, MNT_DETACH);
+    if (was_mounted && disk.held < HELD_MAX) disk.hold[disk.held++] = mounted, disk.dirty = true;
+    else io_close(&mounted);
 }
 
 void disk_drop(const char *id) {
+    drop_memory(id);
     if ((disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) && destroy_subvolume(id)) return;
     if (disk.mode == DISK_IMAGE) {
         disk_remove_tree(disk.boxes, id);  // cannot be renamed out of its file system

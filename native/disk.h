@@ -13,14 +13,14 @@
 enum disk_mode { DISK_PLAIN = 0, DISK_PROJECT = 1, DISK_BTRFS = 2, DISK_IMAGE = 3 };
 
 struct disk_box {
-    int upper, work;  // directories, owned by the launcher
+    int dir;  // holds upper/, and whatever overlay needs beside it
 };
 
 // `dir` holds boxes/ and trash/. `image` is a file with btrfs on it, or "". Never fails for want of quotas; `why` then says what was missing.
 int disk_open(const char *dir, const char *image, char *why, size_t why_size);
 enum disk_mode disk_mode(void);
-// `number` is no other live sandbox's on this machine. 0, or -1 with errno; nothing is left behind.
-int disk_make(const char *id, uint16_t number, uint64_t bytes, struct disk_box *out);
+// `number` is no other live sandbox's on this machine. With `in_memory` a tmpfs of that size. 0, or -1 with errno; nothing is left behind.
+int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out);
 void disk_box_close(struct disk_box *box);
 // The sandbox is gone: its files too, at once or in the background.
 void disk_drop(const char *id);

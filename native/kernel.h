@@ -9,7 +9,7 @@
 
 enum {
     NR_open_tree = 428, NR_move_mount = 429, NR_fsopen = 430, NR_fsconfig = 431, NR_fsmount = 432, NR_pidfd_send_signal = 424,
-    NR_clone3 = 435, NR_close_range = 436, NR_mount_setattr = 442, NR_quotactl_fd = 443,
+    NR_clone3 = 435, NR_close_range = 436, NR_openat2 = 437, NR_mount_setattr = 442, NR_quotactl_fd = 443,
 };
 
 // linux/mount.h and sys/mount.h cannot be included together, so the few constants stand here.
@@ -23,6 +23,11 @@ enum {
 struct k_mount_attr {
     uint64_t set, clear, propagation, userns_fd;
 };
+
+struct k_open_how {
+    uint64_t flags, mode, resolve;
+};
+enum { K_RESOLVE_NO_SYMLINKS = 0x4, K_RESOLVE_BENEATH = 0x8 };
 
 struct k_clone_args {
     uint64_t flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls, set_tid, set_tid_size, cgroup;
@@ -41,6 +46,7 @@ static inline int k_mount_setattr(int dir, const char *path, unsigned flags, str
     return (int)syscall(NR_mount_setattr, dir, path, flags, attr, sizeof *attr);
 }
 static inline int k_pidfd_send_signal(int pidfd, int signal) { return (int)syscall(NR_pidfd_send_signal, pidfd, signal, NULL, 0); }
+static inline int k_openat2(int dir, const char *path, struct k_open_how *how) { return (int)syscall(NR_openat2, dir, path, how, sizeof *how); }
 static inline pid_t k_clone3(struct k_clone_args *args) { return (pid_t)syscall(NR_clone3, args, sizeof *args); }
 static inline int k_close_range(unsigned first, unsigned last) { return (int)syscall(NR_close_range, first, last, 0); }
 

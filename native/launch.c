@@ -1,8 +1,8 @@
 // Requests come as packets of a sequenced socket and carry a number; the answer carries it back. Packet fields are those of
 // wire.h. Requests: u32 seq, u8 op, then
-//   CONFIG   bytes run, bytes dir, bytes image, u32 first_range, u32 ranges
-//   CREATE   bytes id, strs lowers, strs views (source and place in turn), u8 upper (0 disk, 1 tmpfs), u64 memory, u32 pids,
-//            u32 cpu_permille, u64 disk, u64 tmp, u64 shm, bytes workdir, strs directories of the workload's own
+//   CONFIG   bytes run, bytes dir, bytes image, bytes layers, u32 first_range, u32 ranges
+//   CREATE   bytes id, a layout (layout.h), u8 upper (0 disk, 1 tmpfs), u64 memory, u32 pids, u32 cpu_permille, u64 disk, u64 tmp, u64 shm,
+//            bytes workdir
 //   DESTROY  u32 handle       answered when everything is gone
 //   ENTER    u32 handle, bytes user, bytes name  what the agent shall know it by; empty: the default
 //   FREEZE   u32 handle, u8 on
@@ -109,6 +109,7 @@ void launcher_free(struct box *b) {
     io_close(&b->control);
     io_close(&b->status);
     free(b->workdir);
+    layout_free(&b->layout);
     free(b);
 }
 
@@ -127,7 +128,7 @@ static void bury(struct box *b) {
     siginfo_t info;
     waitid((idtype_t)3 /* P_PIDFD */, (id_t)b->pidfd, &info, WEXITED);
     if (!cg_box_remove(b->id) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->id);
-    disk_drop(b->id);
+    disk_drop(b->disk);
     slot_give(&b->slot);
     L.buried = true;
     L.boxes[b->handle & (BOXES_MAX - 1)] = NULL;
@@ -206,8 +207,12 @@ static int become_userns_root(void) {
     return io_write_file(AT_FDCWD, "/proc/self/gid_map", map);
 }
 
-static const char *configure(const char *run, const char *dir, const char *image, unsigned first, unsigned ranges, char *why, size_t size) {
+static const char *configure(const char *run, const char *dir, const char *image, const char *layers, unsigned first, unsigned ranges, char *why, size_t size) {
+    static char boxes[4200], trees[4200];
     const char *step;
+    snprintf(boxes, sizeof boxes, "%s/boxes", dir);
+    snprintf(trees, sizeof trees, "%s", layers);
+    layout_bases(boxes, trees);
     if (L.userns_error) {
         errno = L.userns_error;
         return "user namespace";
@@ -224,13 +229,13 @@ static const char *configure(const char *run, const char *dir, const char *image
 }
 
 static void on_config(uint32_t seq, struct rd *r) {
-    char *run = launcher_text(rd_name(r)), *dir = launcher_text(rd_name(r)), *image = launcher_text(rd_name(r));
+    char *run = launcher_text(rd_name(r)), *dir = launcher_text(rd_name(r)), *image = launcher_text(rd_name(r)), *layers = launcher_text(rd_name(r));
     unsigned first = rd_u32(r), ranges = rd_u32(r);
     char why[256];
-    if (!run || !dir || !image || !rd_done(r) || L.ready) {
+    if (!run || !dir || !image || !layers || !rd_done(r) || L.ready) {
         launcher_refuse(seq, "request", EINVAL);
     } else {
-        const char *step = configure(run, dir, image, first, ranges, why, sizeof why);
+        const char *step = configure(run, dir, image, layers, first, ranges, why, sizeof why);
         if (step) {
             launcher_refuse(seq, step, errno);
         } else {
@@ -243,7 +248,7 @@ static void on_config(uint32_t seq, struct rd *r) {
             launcher_send(&w, NULL, 0);
         }
     }
-    free(run), free(dir), free(image);
+    free(run), free(dir), free(image), free(layers);
 }
 
 // False: the engine is gone.

@@ -6,6 +6,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#include "layout.h"
 #include "mounts.h"
 #include "sandbox.h"
 #include "slot.h"
@@ -18,7 +19,10 @@
 struct box {
     uint32_t handle;
     char id[ID_MAX];
+    char disk[ID_MAX];  // under which name its upper directory lies; its id until a snapshot put another on top
     char *workdir;
+    struct layout layout;
+    bool in_memory;
     struct slot slot;
     int pidfd, control, status;
     uint64_t disk_bytes;

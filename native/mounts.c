@@ -3,10 +3,12 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/fsuid.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -125,73 +127,39 @@ int mounts_open(struct mounts *m, const char *dir, bool in_userns, const char **
     return m->empty_ns < 0 ? -1 : 0;
 }
 
-// ---- views of host directories ----
+int mounts_dev(struct mounts *m) { return k_open_tree(m->stage, "dev", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_RECURSIVE); }
 
-#define BINDS_MAX 64
-static struct {
-    char source[512];
-} known[BINDS_MAX];  // by number of the bind
+// ---- shifted views ----
 
-static int clone_of(int dir, const char *path) {
-    return k_open_tree(dir, path, K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_RECURSIVE);
-}
+#define SHIFTED "x"  // where the view that all others of a sandbox hang below is attached while overlay looks at them
 
-static int add_bind(struct mounts *m, const char *source) {
-    char name[16];
-    snprintf(name, sizeof name, "b%d", m->next_bind);
-    autoclose int tree = clone_of(AT_FDCWD, source);
-    if (tree < 0) return -1;
-    struct k_mount_attr attr = {.set = K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV};
-    if (k_mount_setattr(tree, "", K_AT_EMPTY_PATH | K_AT_RECURSIVE, &attr)) return -1;
-    struct stat st;
-    if (fstat(tree, &st)) return -1;
-    if (S_ISDIR(st.st_mode)) {
-        if (mkdirat(m->stage, name, 0700)) return -1;
-    } else {
-        autoclose int file = openat(m->stage, name, O_CREAT | O_EXCL | O_RDONLY | O_CLOEXEC, 0600);
-        if (file < 0) return -1;
-    }
-    if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) {
-        int error = errno;
-        unlinkat(m->stage, name, S_ISDIR(st.st_mode) ? AT_REMOVEDIR : 0);  // the next one gets this number again
-        errno = error;
-        return -1;
-    }
-    snprintf(known[m->next_bind].source, sizeof known->source, "%s", source);
-    return m->next_bind++;
-}
-
-int mounts_bind(struct mounts *m, const char *source) {
-    int id = 0;
-    while (id < m->next_bind && strcmp(known[id].source, source)) id++;
-    if (id == m->next_bind) {
-        if (id == BINDS_MAX || strlen(source) >= sizeof known->source) {
-            errno = E2BIG;
-            return -1;
-        }
-        id = add_bind(m, source);
-        if (id < 0) return -1;
-    }
-    char name[16];
-    snprintf(name, sizeof name, "b%d", id);
-    return clone_of(m->stage, name);
-}
-
-int mounts_dev(struct mounts *m) { return clone_of(m->stage, "dev"); }
-
-// ---- overlay ----
-
-// Shifts a layer's owners into the sandbox's user namespace. The shifted view must be attached somewhere while overlay looks at it.
-static int shift_layer(struct mounts *m, int layer, int userns, unsigned n, char *name, size_t size) {
-    snprintf(name, size, "l%u", n);
-    autoclose int tree = k_open_tree(layer, "", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_EMPTY_PATH);
+int mounts_shift_at(int dir, int userns, int at, const char *name) {
+    autoclose int tree = k_open_tree(dir, "", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_EMPTY_PATH);
     if (tree < 0) return -1;
     struct k_mount_attr attr = {.set = K_ATTR_IDMAP, .userns_fd = (uint64_t)userns};
-    if (k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr)) return -1;
-    if (mkdirat(m->stage, name, 0700) && errno != EEXIST) return -1;
-    if (k_move_mount(tree, "", m->stage, name, K_MOVE_FROM_EMPTY)) return -1;
-    return openat(m->stage, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr) || k_move_mount(tree, "", at, name, K_MOVE_FROM_EMPTY)) return -1;
+    return openat(at, name, O_PATH | O_DIRECTORY | O_CLOEXEC);
 }
+
+int mounts_shift(struct mounts *m, int dir, int userns) {
+    if (mkdirat(m->stage, SHIFTED, 0700) && errno != EEXIST) return -1;
+    return mounts_shift_at(dir, userns, m->stage, SHIFTED);
+}
+
+void mounts_let_go(struct mounts *m) {
+    char path[64];
+    snprintf(path, sizeof path, "/proc/self/fd/%d/" SHIFTED, m->stage);
+    umount2(path, MNT_DETACH);  // overlay holds its own references
+}
+
+int mounts_writable(int dir) {
+    int tree = k_open_tree(dir, "", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_EMPTY_PATH);
+    struct k_mount_attr attr = {.set = K_ATTR_NOSUID | K_ATTR_NODEV};
+    if (tree >= 0 && k_mount_setattr(tree, "", K_AT_EMPTY_PATH, &attr)) io_close(&tree);
+    return tree;
+}
+
+// ---- overlay ----
 
 // Before Linux 6.5 overlay takes any option without a word and refuses the mount later.
 static bool accepts_nonsense(void) {
@@ -231,49 +199,42 @@ static int add_lowers(int fs, const int *lowers, size_t count) {
     return 0;
 }
 
-static int overlay_of(const struct mounts *m, const int *lowers, size_t count, int upper, int work) {
-    autoclose int fs = k_fsopen("overlay");
-    if (fs < 0) return -1;
+static int configure_overlay(int fs, bool in_userns, const int *lowers, size_t count, int upper, int work) {
     char up[32], wk[32];
     snprintf(up, sizeof up, "/proc/self/fd/%d", upper);
     snprintf(wk, sizeof wk, "/proc/self/fd/%d", work);
     if (add_lowers(fs, lowers, count) || k_fsconfig(fs, K_FSCONFIG_STRING, "upperdir", up) || k_fsconfig(fs, K_FSCONFIG_STRING, "workdir", wk))
         return -1;
-    if (m->in_userns ? k_fsconfig(fs, K_FSCONFIG_FLAG, "userxattr", NULL) : k_fsconfig(fs, K_FSCONFIG_STRING, "redirect_dir", "on")) return -1;
-    // Without `volatile` killing a sandbox would sync its file system; nothing in an upper directory outlives its sandbox.
+    if (in_userns ? k_fsconfig(fs, K_FSCONFIG_FLAG, "userxattr", NULL) : k_fsconfig(fs, K_FSCONFIG_STRING, "redirect_dir", "on")) return -1;
+    // A layer is read without overlay too, so a file's data must be where its name is.
+    if (!in_userns && k_fsconfig(fs, K_FSCONFIG_STRING, "metacopy", "off")) return -1;
+    // Without `volatile` killing a sandbox would sync its file system; what must last is synced when it is stored.
     if (k_fsconfig(fs, K_FSCONFIG_STRING, "index", "off") || k_fsconfig(fs, K_FSCONFIG_FLAG, "volatile", NULL)) return -1;
-    if (k_fsconfig(fs, K_FSCONFIG_CREATE, NULL, NULL)) return -1;
-    return k_fsmount(fs, K_ATTR_NOSUID | K_ATTR_NODEV);
+    return k_fsconfig(fs, K_FSCONFIG_CREATE, NULL, NULL);
 }
 
-static int shifted_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns) {
-    int shifted[LAYERS_MAX];
-    size_t done = 0;
-    char name[16];
-    for (; done < count; done++)
-        if ((shifted[done] = shift_layer(m, lowers[done], userns, (unsigned)done, name, sizeof name)) < 0) break;
-    int mount_fd = done == count ? overlay_of(m, shifted, count, upper, work) : -1;
-    int error = errno;
-    for (size_t i = 0; i <= done && i < count; i++) {
-        if (i < done) close(shifted[i]);  // the one after may have been attached before it failed
-        char path[64];
-        snprintf(path, sizeof path, "/proc/self/fd/%d/l%u", m->stage, (unsigned)i);
-        umount2(path, MNT_DETACH);  // overlay holds its own reference
-    }
-    errno = error;
-    return mount_fd;
+// Overlay acts with the rights and as the user of whoever made it, and over a shifted upper directory that user must be one that is mapped there:
+// otherwise it comes up, and every write fails (EOVERFLOW). A change of the file-system user takes capabilities away, which are taken up again.
+static void act_as(uid_t uid) {
+    setfsgid(uid);
+    setfsuid(uid);
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct data[2] = {0};
+    if (syscall(SYS_capget, &header, data)) return;
+    for (int i = 0; i < 2; i++) data[i].effective = data[i].permitted;
+    syscall(SYS_capset, &header, data);
 }
 
-int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, int userns, const char **step) {
-    *step = "overlay";
+int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, uid_t as) {
     if (count > LAYERS_MAX) {
         errno = E2BIG;
         return -1;
     }
-    int mount_fd = userns >= 0 ? shifted_overlay(m, lowers, count, upper, work, userns) : -1;
-    // A kernel before 5.19, or a layer on a file system that cannot be shifted (9p, an overlay): its files then belong to nobody inside, which
-    // takes rights away and gives none.
-    if (userns < 0 || (mount_fd < 0 && (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP || errno == EPERM)))
-        mount_fd = overlay_of(m, lowers, count, upper, work);
-    return mount_fd;
+    autoclose int fs = k_fsopen("overlay");
+    if (fs < 0) return -1;
+    if (as) act_as(as);
+    int failed = configure_overlay(fs, m->in_userns, lowers, count, upper, work), error = errno;
+    if (as) act_as(0);
+    errno = error;
+    return failed ? -1 : k_fsmount(fs, K_ATTR_NOSUID | K_ATTR_NODEV);
 }

@@ -22,7 +22,9 @@ from typing import Literal
 from untax.channel.client import READY_TIMEOUT_S
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SubstrateUnavailable, UsageError
+from untax.core.root import Root, View
 from untax.core.spec import EnvSpec
+from untax.core.stage import WORKDIR
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._claims import Claim, RangeClaim, disk_image, mkfs_btrfs
@@ -41,7 +43,6 @@ from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all
 
 log = logging.getLogger("untax.namespace")
 
-WORKDIR = "/workspace"
 HOME = "/home/user"
 _MIB = 1 << 20
 _SHM_BYTES = 64 * _MIB
@@ -131,7 +132,15 @@ class NamespaceSubstrate:
         assert self._holding is not None
         first, count = (self._ranges.first, self._ranges.count) if self._ranges else (0, 0)
         image = str(self._image.path) if self._image else ""
-        fields = pack(self._holding.path.name) + pack(str(self._holding.path)) + pack(image) + struct.pack("<II", first, count)
+        fields = b"".join(
+            (
+                pack(self._holding.path.name),
+                pack(str(self._holding.path)),
+                pack(image),
+                pack(str(self._state_dir / "layers" / "trees")),
+                struct.pack("<II", first, count),
+            )
+        )
         try:
             answer = await launcher.request(wire.CONFIG, fields)
         except LauncherRefused as exc:
@@ -179,24 +188,31 @@ class NamespaceSubstrate:
 
     # ---- sandboxes ----
 
+    @property
+    def marks(self) -> Literal["trusted", "user"]:
+        return "trusted" if is_host_root() else "user"
+
     async def create(self, spec: EnvSpec) -> NamespaceSandbox:
+        if spec.image.startswith("dir:"):
+            # In a thread: a directory on a file system that does not answer must hold up nobody but this caller.
+            return await self.create_on(spec, await asyncio.to_thread(self._image_of, spec.image))
+        return await self.create_on(spec, self._image_of(spec.image))
+
+    async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> NamespaceSandbox:
         launcher = self._launcher
         if launcher is None:
             raise BackendError("", "the namespace substrate is not started, or closed")
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
-        if spec.image.startswith("dir:"):
-            # In a thread: a directory on a file system that does not answer must hold up nobody but this caller.
-            lowers, views, path = await asyncio.to_thread(self._image_of, spec.image)
-        else:
-            lowers, views, path = self._image_of(spec.image)
         limits = spec.limits
         memory = int(limits.memory_mib * _MIB)
-        own = [WORKDIR, HOME] + ([spec.workdir] if spec.workdir else [])
+        own = [WORKDIR, HOME, *([spec.workdir] if spec.workdir else [])] if not root.is_furnished else []
         fields = b"".join(
             (
                 pack(sandbox_id),
-                pack_all(lowers),
-                pack_all([part for view in views for part in view]),
+                pack_all(root.layers[::-1]),
+                pack_all([part for view in root.views for part in (view.source, view.at)]),
+                pack(str(cache) if cache else ""),
+                pack_all(own),
                 struct.pack(
                     "<BQIIQQQ",
                     self._disk == "tmpfs",
@@ -208,7 +224,6 @@ class NamespaceSubstrate:
                     _SHM_BYTES,
                 ),
                 pack(WORKDIR),
-                pack_all(own),
             )
         )
         try:
@@ -225,11 +240,11 @@ class NamespaceSubstrate:
             raise BackendError(sandbox_id, "the launcher gave no channel")
         channel = socket.socket(fileno=answer.fd)
         user = None if spec.user in ("user", "1000") else spec.user
-        sandbox = NamespaceSandbox(self, launcher, sandbox_id, handle, pid, channel, user, _facts(spec, path), self._unenforced)
+        sandbox = NamespaceSandbox(self, launcher, sandbox_id, handle, pid, channel, user, root, _facts(spec, root), self._unenforced)
         self._live[handle] = sandbox
         return sandbox
 
-    def _image_of(self, image: str) -> tuple[list[str], Sequence[tuple[str, str]], str | None]:
+    def _image_of(self, image: str) -> Root:
         if image == "host":
             if self._host_image is None or not os.path.isdir(self._host_image.skeleton):
                 images = self._root / "images"
@@ -241,14 +256,14 @@ class NamespaceSubstrate:
                         "", f"the image 'host' cannot be prepared in {images}: {exc.strerror}; {_remedy(exc.errno)}"
                     ) from exc
             found = self._host_image
-            return [found.skeleton], found.views, found.path
+            return Root((found.skeleton,), tuple(View(*view) for view in found.views), path=found.path)
         if image.startswith("dir:"):
             directory = image[len("dir:") :]
             if not os.path.isabs(directory):
                 raise UsageError(f"image {image!r}: give the directory by an absolute path")
             if not os.path.isdir(directory):
                 raise UsageError(f"image {image!r}: there is no such directory")
-            return [directory], (), None
+            return Root((directory,))
         raise UsageError(f"image {image!r} is not known here; use 'host' or 'dir:/path/to/a/root/file/system'")
 
     def _on_death(self, handle: int, failure: LauncherRefused | None) -> None:
@@ -272,12 +287,14 @@ class NamespaceSandbox:
         agent_pid: int,
         channel: socket.socket,
         user: str | None,
+        root: Root,
         facts: Facts,
         unenforced: tuple[Unenforced, ...],
     ) -> None:
         self.id = sandbox_id
         self.agent_pid = agent_pid
         self.unenforced = unenforced
+        self.root = root
         self._substrate = substrate
         self._launcher = launcher
         self._handle = handle
@@ -381,11 +398,11 @@ class NamespaceSandbox:
         self._substrate.forget(self._handle)
 
 
-def _facts(spec: EnvSpec, path: str | None) -> Facts:
+def _facts(spec: EnvSpec, root: Root) -> Facts:
     user = spec.user or "user"
     home = "/root" if user in ("root", "0") else HOME
     workdir = spec.workdir or WORKDIR
-    return Facts(workdir, home, user, path) if path else Facts(workdir, home, user)
+    return Facts(workdir, home, user, root.path) if root.path else Facts(workdir, home, user)
 
 
 # ---- the host ----

@@ -1,0 +1,300 @@
+#define _GNU_SOURCE
+#include "layout.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "io.h"
+#include "kernel.h"
+#include "launcher.h"
+
+#define GROUPS_MAX 2
+
+static const char *bases[GROUPS_MAX];
+
+void layout_bases(const char *boxes, const char *layers) { bases[0] = boxes, bases[1] = layers; }
+
+// ---- reading ----
+
+static size_t text_size(struct span strs, uint32_t count) { return strs.size + count; }
+
+// Copies the strings of a list into `at`, each with a NUL, and points at them.
+static char *take(struct span strs, uint32_t count, char *at, const char **out) {
+    struct rd r = rd_of(strs.at + 4, strs.size - 4);
+    for (uint32_t i = 0; i < count; i++) {
+        struct span s = rd_bytes(&r);
+        out[i] = at;
+        memcpy(at, s.at, s.size);
+        at[s.size] = 0;
+        at += s.size + 1;
+    }
+    return at;
+}
+
+bool layout_parse(struct layout *l, struct rd *r) {
+    const char *views[2 * VIEWS_MAX];
+    uint32_t view_strs;
+    struct span lowers = rd_strs(r, &l->lower_count), seen = rd_strs(r, &view_strs), cache = rd_name(r), dirs = rd_strs(r, &l->dir_count);
+    if (r->bad || !l->lower_count || l->lower_count >= LAYERS_MAX || view_strs % 2 || view_strs / 2 > VIEWS_MAX - 1) return false;
+    l->view_count = view_strs / 2;
+    l->text = malloc(text_size(lowers, l->lower_count) + text_size(seen, view_strs) + text_size(dirs, l->dir_count) + cache.size + 1);
+    l->lowers = calloc(l->lower_count + l->dir_count, sizeof *l->lowers);
+    if (!l->text || !l->lowers) return false;
+    l->dirs = l->lowers + l->lower_count;
+    char *at = take(lowers, l->lower_count, l->text, l->lowers);
+    at = take(seen, view_strs, at, views);
+    at = take(dirs, l->dir_count, at, l->dirs);
+    for (uint32_t i = 0; i < l->view_count; i++) l->sources[i] = views[2 * i], l->places[i] = views[2 * i + 1];
+    if (cache.size) {
+        memcpy(at, cache.at, cache.size);
+        at[cache.size] = 0;
+        l->cache = at;
+    }
+    return true;
+}
+
+void layout_free(struct layout *l) {
+    free(l->text);
+    free(l->lowers);
+    *l = (struct layout){0};
+}
+
+// ---- the fresh upper directory ----
+
+struct owner {
+    uid_t root, user;  // as they are written to the disk
+};
+
+// mkdir -p below a fresh upper directory that nobody else has touched; the last part belongs to `uid`.
+static int make_path(int upper, const char *path, uid_t root, uid_t uid) {
+    char text[4096];
+    if (strlen(path) >= sizeof text) {
+        errno = ENAMETOOLONG;
+        return -1;
+    }
+    strcpy(text, path + strspn(path, "/"));
+    for (char *at = text, *slash; *at; at = slash) {
+        slash = strchr(at, '/');
+        if (slash) *slash = 0;
+        bool is_last = !slash || !slash[1];
+        if (!strcmp(at, "..")) {
+            errno = EINVAL;
+            return -1;
+        }
+        bool is_new = !mkdirat(upper, text, 0755);
+        if (!is_new && errno != EEXIST) return -1;
+        if ((is_new || is_last) && fchownat(upper, text, is_last ? uid : root, is_last ? uid : root, AT_SYMLINK_NOFOLLOW)) return -1;
+        if (!slash) break;
+        *slash++ = '/';
+    }
+    return 0;
+}
+
+// Mount points are made in the upper directory: whatever an image has there, a link for instance, is covered by a plain directory.
+static int fill_upper(int upper, const struct layout *l, struct owner owner) {
+    static const char *const points[] = {"proc", "dev", "tmp"};
+    if (!L.in_userns && fchown(upper, owner.root, owner.root)) return -1;
+    for (size_t i = 0; i < 3; i++)
+        if ((mkdirat(upper, points[i], 0755) && errno != EEXIST) || (!L.in_userns && fchownat(upper, points[i], owner.root, owner.root, 0))) return -1;
+    for (uint32_t i = 0; i < l->dir_count; i++)
+        if (make_path(upper, l->dirs[i], owner.root, owner.user)) return -1;
+    for (uint32_t i = 0; i < l->view_count; i++)
+        if (make_path(upper, l->places[i], owner.root, owner.root)) return -1;
+    return l->cache ? make_path(upper, LAYOUT_CACHE_AT, owner.root, owner.root) : 0;
+}
+
+// A place where a view begins looks as it does in the uppermost directory below it.
+static int dress(int upper, const char *place, int like, uid_t shift) {
+    struct stat st;
+    place += strspn(place, "/");
+    if (fstat(like, &st)) return -1;
+    uid_t uid = st.st_uid - shift, gid = st.st_gid - shift;
+    if (!L.in_userns && uid < RANGE_SIZE && gid < RANGE_SIZE && fchownat(upper, place, uid, gid, AT_SYMLINK_NOFOLLOW)) return -1;
+    if (fchmodat(upper, place, st.st_mode & 07777, 0)) return -1;
+    return utimensat(upper, place, (struct timespec[]){st.st_atim, st.st_mtim}, AT_SYMLINK_NOFOLLOW);
+}
+
+// ---- shifting ----
+
+static bool cannot_shift(int error) { return error == EINVAL || error == ENOSYS || error == EOPNOTSUPP || error == EPERM; }
+
+// The shifted views that one sandbox's overlays are made from. They hang below the shifted upper directory, so that letting go of it lets go of all.
+struct shifted {
+    int userns;          // -1: nothing is shifted
+    int raw, dir;        // the directory of the upper one, as it is and as it is seen
+    int group[GROUPS_MAX];
+    unsigned next;
+};
+
+static void shifted_close(struct shifted *s) {
+    int error = errno;
+    for (int i = 0; i < GROUPS_MAX; i++) io_close(&s->group[i]);
+    if (s->userns >= 0) {
+        io_close(&s->dir);
+        mounts_let_go(&L.mounts);
+    }
+    errno = error;
+}
+
+static int shifted_open(struct shifted *s, const struct disk_box *disk, int userns) {
+    *s = (struct shifted){.userns = userns, .raw = disk->dir, .dir = disk->dir, .group = {-1, -1}};
+    if (userns < 0) return 0;
+    s->dir = mounts_shift(&L.mounts, disk->dir, userns);
+    return s->dir;
+}
+
+// `dir` seen with its owners shifted; a new descriptor.
+static int shift(struct shifted *s, int dir) {
+    if (s->userns < 0) return fcntl(dir, F_DUPFD_CLOEXEC, 3);
+    char name[16];
+    snprintf(name, sizeof name, "l%u", s->next++);
+    if (mkdirat(s->raw, name, 0700) && errno != EEXIST) return -1;
+    int seen = mounts_shift_at(dir, s->userns, s->dir, name);
+    // A file system that cannot be shifted (9p, an overlay): its files belong to nobody inside, which takes rights away and gives none.
+    return seen < 0 && cannot_shift(errno) ? fcntl(dir, F_DUPFD_CLOEXEC, 3) : seen;
+}
+
+static int open_beneath(int dir, const char *path) {
+    struct k_open_how how = {.flags = O_PATH | O_DIRECTORY | O_CLOEXEC, .resolve = K_RESOLVE_BENEATH | K_RESOLVE_NO_SYMLINKS};
+    return k_openat2(dir, *path ? path : ".", &how);
+}
+
+static int open_layer(struct shifted *s, const char *path) {
+    for (int i = 0; s->userns >= 0 && i < GROUPS_MAX; i++) {
+        size_t n = bases[i] ? strlen(bases[i]) : 0;
+        if (!n || strncmp(path, bases[i], n) || path[n] != '/') continue;
+        if (s->group[i] < 0) {
+            autoclose int base = open(bases[i], O_PATH | O_DIRECTORY | O_CLOEXEC);
+            if (base < 0 || (s->group[i] = shift(s, base)) < 0) return -1;
+        }
+        return open_beneath(s->group[i], path + n + 1);
+    }
+    autoclose int dir = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    return dir < 0 ? -1 : shift(s, dir);
+}
+
+// ---- the overlays ----
+
+struct stack {
+    int fd[LAYERS_MAX];
+    size_t count;
+};
+
+static void stack_close(struct stack *s) {
+    int error = errno;
+    while (s->count) close(s->fd[--s->count]);
+    errno = error;
+}
+
+static int open_layers(const struct layout *l, const char *above, struct shifted *s, struct stack *out) {
+    for (uint32_t i = 0; i < l->lower_count + (above != NULL); i++) {
+        const char *path = above && !i ? above : l->lowers[i - (above != NULL)];
+        int fd = open_layer(s, path);
+        if (fd < 0) return -1;
+        out->fd[out->count++] = fd;
+    }
+    return 0;
+}
+
+// The same place in every layer that has a directory there, and the host's own below them.
+static int open_view(const struct stack *layers, const char *source, const char *place, struct shifted *s, struct stack *out) {
+    place += strspn(place, "/");
+    for (size_t i = 0; i < layers->count; i++) {
+        int fd = open_beneath(layers->fd[i], place);
+        if (fd >= 0) out->fd[out->count++] = fd;
+        else if (errno != ENOENT && errno != ENOTDIR && errno != ELOOP) return -1;
+    }
+    autoclose int host = open(source, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    int fd = host < 0 ? -1 : shift(s, host);
+    if (fd < 0) return -1;
+    out->fd[out->count++] = fd;
+    return 0;
+}
+
+static int mount_one(const struct slot *slot, const struct stack *lowers, struct shifted *s, const char *upper, const char *work) {
+    if ((mkdirat(s->raw, work, 0755) && errno != EEXIST) || (!L.in_userns && s->userns < 0 && fchownat(s->raw, work, slot->base, slot->base, 0))) return -1;
+    autoclose int up = openat(s->dir, upper, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    autoclose int wk = openat(s->dir, work, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (up < 0 || wk < 0) return -1;
+    return mounts_overlay(&L.mounts, lowers->fd, lowers->count, up, wk, s->userns >= 0 ? slot->base : 0);
+}
+
+static int mount_view(const struct layout *l, uint32_t i, const struct slot *slot, const struct stack *layers, struct shifted *s, int upper) {
+    static struct stack below;  // too large for the stack, and there is one thread
+    char work[16], path[4096 + 8];
+    snprintf(work, sizeof work, "w%u", i);
+    snprintf(path, sizeof path, "upper/%s", l->places[i] + strspn(l->places[i], "/"));
+    int fd = -1;
+    if (!open_view(layers, l->sources[i], l->places[i], s, &below) && !dress(upper, l->places[i], below.fd[0], s->userns >= 0 ? slot->base : 0))
+        fd = mount_one(slot, &below, s, path, work);
+    stack_close(&below);
+    return fd;
+}
+
+static int mount_cache(const char *cache, struct shifted *s) {
+    autoclose int dir = open(cache, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    autoclose int seen = dir < 0 ? -1 : shift(s, dir);
+    return seen < 0 ? -1 : mounts_writable(seen);
+}
+
+static int mount_all(const struct layout *l, const char *above, const struct slot *slot, struct shifted *s, int *root, struct view *views, size_t *count,
+                     const char **step) {
+    static struct stack layers;
+    autoclose int upper = openat(s->raw, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    uid_t base = s->userns < 0 ? slot->base : 0;
+    *step = "upper directory";
+    if (upper < 0 || fill_upper(upper, l, (struct owner){base, L.in_userns ? 0 : base + WORKLOAD_UID})) return -1;
+    *step = "image";
+    if (!open_layers(l, above, s, &layers)) {
+        *step = "overlay";
+        *root = mount_one(slot, &layers, s, "upper", "work");
+    }
+    bool well = *root >= 0;
+    for (uint32_t i = 0; well && i < l->view_count; i++) {
+        *step = "view of a host directory";
+        views[*count] = (struct view){mount_view(l, i, slot, &layers, s, upper), l->places[i]};
+        well = views[(*count)++].mount >= 0;
+    }
+    if (well && l->cache) {
+        *step = "cache";
+        views[*count] = (struct view){mount_cache(l->cache, s), LAYOUT_CACHE_AT};
+        well = views[(*count)++].mount >= 0;
+    }
+    stack_close(&layers);
+    return well ? 0 : -1;
+}
+
+static int try_mount(const struct layout *l, const char *above, const struct slot *slot, const struct disk_box *disk, int userns, int *root, struct view *views,
+                     size_t *count, const char **step) {
+    struct shifted s;
+    *step = "upper directory";
+    if (shifted_open(&s, disk, userns) < 0) return -1;
+    int failed = mount_all(l, above, slot, &s, root, views, count, step);
+    shifted_close(&s);
+    if (!failed) return 0;
+    int error = errno;
+    io_close(root);
+    while (*count) io_close(&views[--*count].mount);
+    errno = error;
+    return -1;
+}
+
+int layout_mount(const struct layout *l, const char *above, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
+                 const char **step) {
+    static bool shifts;  // has been seen to work
+    *root = -1, *count = 0;
+    bool may_shift = !L.in_userns && !L.mounts.cannot_shift;
+    int failed = try_mount(l, above, slot, disk, may_shift ? slot->userns : -1, root, views, count, step);
+    if (failed && may_shift && !shifts && cannot_shift(errno)) {
+        // A kernel before 5.19, or a state directory that cannot be shifted: no layer made here can then serve another sandbox.
+        failed = try_mount(l, above, slot, disk, -1, root, views, count, step);
+        L.mounts.cannot_shift = !failed;
+    }
+    if (!failed && may_shift && !L.mounts.cannot_shift) shifts = true;
+    return failed;
+}

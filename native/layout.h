@@ -1,0 +1,38 @@
+// What a sandbox stands on, and the overlays made of it: its root, and one for each view of a host directory.
+//
+// All of them write into one upper directory: the overlay at /usr has upper/usr. A frozen upper directory therefore is a layer like any
+// other, and a view is seen through `layer/<place>` of each layer above it. As root, layers and upper directories hold the ids that are seen
+// inside (0–65535); each sandbox looks at them through mounts that shift them into its own range.
+#ifndef UNTAX_LAYOUT_H
+#define UNTAX_LAYOUT_H
+
+#include "disk.h"
+#include "mounts.h"
+#include "sandbox.h"
+#include "slot.h"
+#include "wire.h"
+
+struct layout {
+    char *text;                             // owns the strings
+    const char **lowers;                    // directories, uppermost first
+    const char *sources[VIEWS_MAX], *places[VIEWS_MAX];  // views: host directory and place, outermost first
+    const char *cache;                      // a host directory that is seen, writable, at LAYOUT_CACHE_AT; NULL: none
+    uint32_t lower_count, view_count;
+    const char **dirs;                      // directories of the workload's own, to be made in a fresh upper directory
+    uint32_t dir_count;
+};
+
+#define LAYOUT_CACHE_AT "/var/cache/untax"
+
+// strs lowers, strs views (source and place in turn), bytes cache, strs dirs. False: malformed, or no memory.
+bool layout_parse(struct layout *l, struct rd *r);
+void layout_free(struct layout *l);
+// Layers below one of these directories are shifted together, by one mount. Called once; the strings are kept.
+void layout_bases(const char *boxes, const char *layers);
+
+// The mounts over a fresh upper directory, all detached. `above` is a directory that lies over the lowers (a frozen upper of the same sandbox), or NULL.
+// 0, or -1 with errno and *step; what was made is closed again.
+int layout_mount(const struct layout *l, const char *above, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
+                 const char **step);
+
+#endif
