@@ -14,10 +14,10 @@ from collections.abc import Generator, Iterator
 
 from untax.channel.arguments import Name, path_bytes
 from untax.core.errors import ProtocolError, TooLarge, UsageError, file_error
+from untax.core.tar import BLOCK, Header, TarError, components, decimal, records
 
 MAX_BYTES = 16 << 30  # of one upload or download that is not told otherwise
 MAX_ENTRIES = 2_000_000
-BLOCK = 512
 _EMIT = 256 << 10  # packed bytes are handed on in pieces of about this size
 _EFBIG, _ELOOP = 27, 40
 _NAME_MAX, _PREFIX_MAX = 100, 155
@@ -269,6 +269,8 @@ class Unpacker:
         try:
             for piece in pieces:
                 self._feed(piece)
+        except TarError as exc:
+            raise ProtocolError(str(exc)) from None
         except OSError as exc:
             if isinstance(exc, TooLarge):
                 raise
@@ -324,9 +326,8 @@ class Unpacker:
             return
         if self._ended:
             raise ProtocolError("a tar stream that goes on after its end")
-        if _number(block[148:156]) != sum(block) - sum(block[148:156]) + 256:
-            raise ProtocolError("a tar header with a wrong sum")
-        kind, size = block[156:157], _number(block[124:136])
+        header = Header(block)
+        kind, size = header.kind, header.size
         if kind in (b"x", b"g"):
             if size > _PAX_MAX or self._pax is not None:
                 raise ProtocolError("an extended tar header that is too long")
@@ -337,14 +338,12 @@ class Unpacker:
             return
         extended, self._extended = self._extended, {}
         if b"size" in extended:
-            size = _decimal(extended[b"size"])
-        name, target = _text(block[:100]), extended.get(b"linkpath", _text(block[157:257]))
-        if block[257:263] == b"ustar\0" and block[345]:
-            name = _text(block[345:500]) + b"/" + name
-        self._entry(extended.get(b"path", name), kind, _number(block[100:108]) & 0o777, size, _number(block[136:148]), target)
+            size = decimal(extended[b"size"])
+        name, target = extended.get(b"path", header.name), extended.get(b"linkpath", header.target)
+        self._entry(name, kind, header.mode & 0o777, size, header.mtime, target)
 
     def _entry(self, name: bytes, kind: bytes, mode: int, size: int, mtime: int, target: bytes) -> None:
-        path = _components(name)
+        path = components(name, deepest=_DEPTH_MAX)
         self.entries += 1
         self.bytes += size
         if self.entries > self._max_entries or self.bytes > self._max_bytes:
@@ -370,7 +369,7 @@ class Unpacker:
             directory = self._make_way(path)
             os.symlink(target, path[-1], dir_fd=directory)
         elif kind == b"1" and path:
-            self._hard_link(path, _components(target))
+            self._hard_link(path, components(target, deepest=_DEPTH_MAX))
         else:
             self.skipped.append(os.fsdecode(b"/".join(path)))
 
@@ -386,7 +385,7 @@ class Unpacker:
 
     def _finish_content(self) -> None:
         if self._pax is not None:
-            self._extended = _records(bytes(self._pax))
+            self._extended = {key: value for key, value in records(bytes(self._pax)) if key in (b"path", b"linkpath", b"size")}
             self._pax = None
         elif self._fd >= 0:
             os.utime(self._fd, (self._file_mtime, self._file_mtime))
@@ -457,16 +456,6 @@ class Unpacker:
         del self._path[max(0, keep - 1) :]
 
 
-def _components(name: bytes) -> list[bytes]:
-    """The parts of a name, none of which leads anywhere but down."""
-    if name.startswith(b"/"):
-        raise ProtocolError("an absolute name in a tar stream")
-    parts = [part for part in name.split(b"/") if part not in (b"", b".")]
-    if b".." in parts or b"\0" in name or len(parts) > _DEPTH_MAX:
-        raise ProtocolError("a name in a tar stream that leads out of it")
-    return parts
-
-
 def _stays_inside(path: list[bytes], target: bytes) -> bool:
     """Whether a link at `path` points below the root by its text alone.
 
@@ -480,41 +469,3 @@ def _stays_inside(path: list[bytes], target: bytes) -> bool:
     while up < len(parts) and parts[up] == b"..":
         up += 1
     return b".." not in parts[up:] and up < len(path)
-
-
-def _text(field: bytes) -> bytes:
-    return field.split(b"\0", 1)[0]
-
-
-def _number(field: bytes) -> int:
-    if field[0] & 0x80:  # base 256, for what octal digits cannot hold
-        value = int.from_bytes(field[1:], "big") | (field[0] & 0x7F) << 8 * (len(field) - 1)
-        if value >= 1 << 63:
-            raise ProtocolError("a tar header with a number out of range")
-        return value
-    digits = field.strip(b" \0")
-    if digits.strip(b"01234567"):
-        raise ProtocolError("a tar header with a malformed number")
-    return int(digits, 8) if digits else 0
-
-
-def _decimal(value: bytes) -> int:
-    if not value.isdigit() or len(value) > 19:
-        raise ProtocolError("a tar header with a malformed number")
-    return int(value)
-
-
-def _records(data: bytes) -> dict[bytes, bytes]:
-    """The keys that matter of an extended header."""
-    found: dict[bytes, bytes] = {}
-    while data:
-        digits, blank, _ = data.partition(b" ")
-        size = _decimal(digits)
-        record = data[len(digits) + 1 : size]
-        key, equals, value = record.partition(b"=")
-        if not blank or not equals or size > len(data) or not value.endswith(b"\n"):
-            raise ProtocolError("a malformed extended tar header")
-        if key in (b"path", b"linkpath", b"size"):
-            found[key] = value[:-1]
-        data = data[size:]
-    return found
