@@ -14,12 +14,12 @@
 
 #include "command.h"
 #include "io.h"
+#include "usage.h"
 
 #define SESSIONS_MAX 64
 #define STOP_GRACE_NS 200000000u  // for a shell to report after its commands were killed
 #define LATE_CAP (64u << 10)      // of what background jobs print between two commands
 #define TEXT_KEPT (64u << 10)     // a longer text is cut off the memory file afterwards
-#define CPU_WORTH_NS 10000000u    // below one clock tick the kernel's accounting says nothing
 
 // The shell reads its script from a pipe, one line of ours for each command, rather than running a loop of its own: so
 // `break`, `continue` and `return` in a text mean nothing, and no function makes variables local. The text lies in a
@@ -49,12 +49,13 @@ struct session {
     struct call exec, kill;
     struct output out, err;
     struct source done;
-    int go, text, stat;
+    int go, text;
     bool reported, stopping, killing, closing;
     int status;
     enum stop_reason why;
     struct timer grace;
-    uint64_t start_ns, user_before, system_before;
+    uint64_t start_ns;
+    struct usage usage;
     struct counters before;
     uint8_t *open_frame;  // the fields of SESSION_OPEN until the shell has started: a second one may have to be tried
     struct command command;
@@ -80,7 +81,7 @@ static void session_free(struct session *s) {
     source_close(&s->done);
     io_close(&s->go);
     io_close(&s->text);
-    io_close(&s->stat);
+    usage_close(&s->usage);
     free(s->open_frame);
     free(s);
 }
@@ -98,27 +99,6 @@ static struct session *find(uint32_t id) {
 
 // ---- the end of a command ----
 
-// User and system time of the shell and the children it has waited for, in clock ticks.
-static void cpu_times(struct session *s, uint64_t *user, uint64_t *system) {
-    char text[512];
-    ssize_t n = s->stat >= 0 ? pread(s->stat, text, sizeof text - 1, 0) : -1;
-    if (n <= 0) return;
-    text[n] = 0;
-    char *at = strrchr(text, ')'), *save;
-    if (!at) return;
-    // state, 10 fields of no interest here, then utime, stime, cutime, cstime; not by scanf, which is a tenth of the program
-    const char *field = strtok_r(at + 1, " ", &save);
-    for (int skipped = 0; field && skipped < 11; skipped++) field = strtok_r(NULL, " ", &save);
-    uint64_t ticks[4] = {0};
-    for (size_t i = 0; i < 4; i++, field = strtok_r(NULL, " ", &save)) {
-        if (!field) return;
-        ticks[i] = strtoull(field, NULL, 10);
-    }
-    uint64_t tick = 1000000000u / (uint64_t)sysconf(_SC_CLK_TCK);
-    *user = (ticks[0] + ticks[2]) * tick;
-    *system = (ticks[1] + ticks[3]) * tick;
-}
-
 static void answer(struct session *s, const struct ending *ending) {
     struct request *r = s->request;
     struct outcome_fields o = {.code = s->status};
@@ -126,12 +106,7 @@ static void answer(struct session *s, const struct ending *ending) {
     if (ending) outcome_status(&o, ending->status);
     if (s->stopping) o.outcome = s->why == STOP_DEADLINE ? OUTCOME_TIMEOUT : OUTCOME_CANCELLED;
     o.wall_ns = now > s->start_ns ? now - s->start_ns : 0;
-    if (!ending && o.wall_ns > CPU_WORTH_NS) {
-        uint64_t user = s->user_before, system = s->system_before;
-        cpu_times(s, &user, &system);
-        o.user_ns = user - s->user_before;
-        o.system_ns = system - s->system_before;
-    }
+    usage_end(&s->usage, ending, &o);
     struct counters after = counters_read();
     o.oom_kills = after.oom_kills - s->before.oom_kills;
     o.pids_refused = after.pids_refused - s->before.pids_refused;
@@ -281,7 +256,7 @@ void session_run_handle(const struct frame *f) {
     s->before = counters_cached();
     output_next(&s->out, cap);
     output_next(&s->err, cap);
-    cpu_times(s, &s->user_before, &s->system_before);
+    usage_begin(&s->usage);
 }
 
 // ---- SESSION_OPEN and SESSION_CLOSE ----
@@ -324,9 +299,7 @@ static void on_execed(struct call *c, const struct frame *f, const uint8_t *raw,
             ended(s, &early);
             return;
         }
-        char path[32];
-        snprintf(path, sizeof path, "/proc/%u/stat", pid);
-        s->stat = open(path, O_RDONLY | O_CLOEXEC);
+        usage_open(&s->usage, pid);
         output_start(&s->out);
         output_start(&s->err);
         source_want(&s->done, EPOLLIN);
@@ -421,7 +394,7 @@ void session_open_handle(const struct frame *f) {
         if (w) request_fail(q, E_BUSY, 0, "too many sessions");
         return;
     }
-    *s = (struct session){.id = ++last_id, .worker = w, .opener = q, .shell = &shells[0], .go = -1, .text = -1, .stat = -1, .open_frame = copy, .command = c};
+    *s = (struct session){.id = ++last_id, .worker = w, .opener = q, .shell = &shells[0], .go = -1, .text = -1, .usage = {.stat = -1, .status = -1}, .open_frame = copy, .command = c};
     output_init(&s->out, -1, 1, &s->request);
     output_init(&s->err, -1, 2, &s->request);
     output_cap(&s->out, LATE_CAP);

@@ -138,3 +138,26 @@ async def test_output_of_a_session_is_capped_like_any_other(box):
     assert result.stdout.endswith(b"last\n")
     assert len(result.stdout) + result.dropped_stdout == 5_000_006
     assert after.text == "next\n"
+
+
+async def test_each_result_says_what_its_own_text_used(box):
+    """Not what the shell has used since it was opened."""
+    async with box.session() as bash:
+        by_shell = await bash.run("i=0; while [ $i -lt 60000 ]; do i=$((i+1)); done")
+        by_child = await bash.run("perl -e 'for ($i = 0; $i < 3000000; $i++) {}'")
+        idle = await bash.run("true")
+
+    assert by_shell.user_s + by_shell.system_s > 0.01
+    assert by_child.user_s + by_child.system_s > 0.01
+    assert idle.user_s + idle.system_s < 0.01
+    assert idle.peak_memory_kib > 100
+
+
+async def test_a_large_child_of_a_session_is_seen(box):
+    """Also one that has ended by then: it lived longer than the second that looks are apart at most."""
+    async with box.session() as bash:
+        large = await bash.run("perl -e '$x = \"x\" x (32 << 20); sleep 2'", timeout_s=30)
+        after = await bash.run("true")
+
+    assert large.peak_memory_kib > 32 << 10
+    assert after.peak_memory_kib < 32 << 10
