@@ -1,0 +1,925 @@
+"""Content-addressed layers on disk, and the records of which stage adds which: put, get, pin, evict.
+
+Everything here blocks; drivers call it in threads. Several processes may use one store at a time. What holds at every
+moment, also when a process is killed or the disk is full: a layer is below `trees/` whole or not at all, a record names
+layers that were there when it was written, and what a dead process left half made is found by the lock it no longer holds.
+
+Locks are the kernel's (`flock`), so the dead hold none. A layer's `lock` is shared by those who use it and exclusive for
+whoever takes it away; taking it away begins with a rename into `drafts/`, so nobody ever finds half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import stat
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from untax.core.errors import StageUnavailable, UsageError
+from untax.layers import eviction
+from untax.layers._remove import remove_tree
+from untax.layers.digest import digest_tree, first_difference, id_of_rows, seal_tree
+from untax.layers.marks import KINDS, Marks
+from untax.layers.record import SNAPSHOT, FromLaterRelease, StageRecord, Unreadable, is_key, is_layer_id, require_key, require_layer_id
+
+__all__ = ["Draft", "Freed", "Layer", "LayerStore", "Pin", "StageRecord"]
+
+_log = logging.getLogger("untax.layers")
+_FORMAT = 1
+_WHO = "store"  # what errors name as the stage: it is none of the ladder's
+_PLACES = ("trees", "stages", "drafts", "damaged", "mirrors", "caches", "downloads")
+_USE = struct.Struct("<dd")  # how often it was used, as of when
+_KEPT_S = 3600.0  # a layer that was published is held for its record this long; builds that take longer pin what they use
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    id: str
+    tree: Path
+    """The directory that sandboxes stand on. Nothing may be written to it, ever."""
+    bytes: int
+    """What it takes on the disk."""
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    stages: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+    bytes: int = 0
+
+
+class Pin:
+    """Layers that stay where they are until `close`, or until this process is no more."""
+
+    def __init__(self, let_go: Callable[[str], None]) -> None:
+        self._let_go = let_go
+        self._ids: list[str] = []
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self._ids)
+
+    def close(self) -> None:
+        """Safe to call twice, and from any thread."""
+        while self._ids:
+            self._let_go(self._ids.pop())
+
+    def _add(self, layer_id: str) -> None:
+        self._ids.append(layer_id)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Draft:
+    """A layer in the making: fill `tree`, then `publish`. As a context manager it is gone at the end unless it was published;
+    a disk that fills up meanwhile is `StageUnavailable`, and older stages have then made room for another attempt.
+    """
+
+    def __init__(self, store: LayerStore, path: Path, lock_fd: int) -> None:
+        self._store = store
+        self._path = path
+        self._lock_fd = lock_fd
+        self.tree = path / "tree"
+
+    def publish(self) -> Layer:
+        """Make it a layer, held in place until a record names it. The same content twice is one layer, and this one is dropped.
+
+        `StageUnavailable` when the disk is full or the budget does not allow it; the draft is removed then.
+        """
+        if self._lock_fd < 0:
+            raise UsageError("this draft was published or discarded already")
+        with self:
+            return self._store._publish(self)
+
+    def discard(self) -> None:
+        """Remove it. Safe to call twice, and after `publish`, when there is nothing left to remove."""
+        if self._lock_fd >= 0:
+            remove_tree(self._path)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def _release_lock(self) -> int:
+        fd, self._lock_fd = self._lock_fd, -1
+        return fd
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, _kind: object, exc: BaseException | None, _trace: object) -> None:
+        before = self._store._free_bytes()
+        self.discard()
+        if isinstance(exc, OSError) and exc.errno in _FULL:
+            # As much again as it had come to, because nobody knows how much it lacked.
+            wanted = 2 * max(self._store._free_bytes() - before, 0)
+            with contextlib.suppress(StageUnavailable):
+                self._store.evict(wanted_bytes=wanted)
+            raise _unavailable(exc, self._store.root) from exc
+
+
+class LayerStore:
+    def __init__(self, root: Path, *, marks: Marks, budget_bytes: int | None = None) -> None:
+        """Make `root` a store, or open the one it is, and remove what dead processes left half made.
+
+        `UsageError` when it is somebody else's, or one of another format or of the other kind of marks.
+        """
+        if marks not in KINDS:
+            raise UsageError(f"marks must be one of {', '.join(KINDS)}, not {marks!r}")
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise UsageError(f"the budget of a store must be a positive number of bytes, not {budget_bytes}")
+        self.root = root.absolute()
+        self.marks: Marks = marks
+        self.budget_bytes = budget_bytes
+        self._guard = threading.Lock()
+        self._held: dict[str, _Hold] = {}
+        self._kept: dict[str, float] = {}  # ids of layers that wait for their record, and since when
+        self._sound: dict[str, tuple[int, int]] = {}  # ids whose seal was checked, and which directory that was
+        with _told(self.root):
+            _make_private(self.root)
+            for name in _PLACES:
+                (self.root / name).mkdir(mode=0o700, exist_ok=True)
+            with self._gate(fcntl.LOCK_EX):
+                self._check_format()
+            self._sweep()
+
+    # ---- places for others ----
+
+    @property
+    def mirrors(self) -> Path:
+        return self.root / "mirrors"
+
+    @property
+    def caches(self) -> Path:
+        return self.root / "caches"
+
+    @property
+    def downloads(self) -> Path:
+        return self.root / "downloads"
+
+    # ---- layers ----
+
+    def draft(self) -> Draft:
+        """A fresh directory to fill. It is swept if this process dies."""
+        path = self.root / "drafts" / secrets.token_hex(8)
+        fd = -1
+        with _told(self.root):
+            try:
+                # Behind the gate nobody sweeps, so nobody finds the directory before its lock is held.
+                with self._gate(fcntl.LOCK_SH):
+                    path.mkdir(mode=0o700)
+                    fd = _open_lock(path / "lock")
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                draft = Draft(self, path, fd)
+                draft.tree.mkdir()
+                draft.tree.chmod(0o755)
+            except BaseException:
+                remove_tree(path)
+                if fd >= 0:
+                    os.close(fd)
+                raise
+        return draft
+
+    def layer(self, layer_id: str) -> Layer:
+        """`StageUnavailable` when there is none of that id."""
+        path = self._tree_of(layer_id)
+        facts = self._facts(layer_id)
+        if facts is None:
+            raise _missing(layer_id)
+        return Layer(layer_id, path / "tree", *facts)
+
+    def layers(self) -> list[Layer]:
+        found = []
+        for name in self._layer_ids():
+            with contextlib.suppress(StageUnavailable):  # taken away since it was listed
+                found.append(self.layer(name))
+        return found
+
+    def pin(self, ids: Iterable[str]) -> Pin:
+        """Hold layers in place. `StageUnavailable` when one is missing or, looked at for the first time, not as it was stored."""
+        pin = Pin(self._let_go)
+        try:
+            for layer_id in dict.fromkeys(ids):
+                self._hold(require_layer_id(layer_id))
+                pin._add(layer_id)
+                self._check_once(layer_id)
+        except BaseException:
+            pin.close()
+            raise
+        return pin
+
+    def check_seal(self, layer_id: str) -> None:
+        """Look at what the file system notes about every entry. When that is not as it was sealed, the digest decides.
+
+        `StageUnavailable` for a layer that was edited in place, which is set aside: its stage is built again when next asked for.
+        """
+        with self._holding(layer_id), _told(self.root):
+            path = self._tree_of(layer_id)
+            with _flocked(path, fcntl.LOCK_SH):
+                is_whole = _read_seal(path) == _seal_now(path)
+        if not is_whole:
+            self.verify(layer_id)
+        self._sound[layer_id] = _which(path)
+
+    def verify(self, layer_id: str) -> None:
+        """Read every byte of it. `StageUnavailable` naming what differs; such a layer is set aside."""
+        with self._holding(layer_id), _told(self.root):
+            path = self._tree_of(layer_id)
+            with _flocked(path, fcntl.LOCK_EX):
+                rows: list[bytes] = []
+                try:
+                    found = digest_tree(path / "tree", rows)
+                except (FileNotFoundError, NotADirectoryError) as exc:
+                    self._set_aside(path, "its tree is gone")
+                    raise _missing(layer_id) from exc
+                if found.id == layer_id:
+                    self._write_facts(path, found.bytes, found.entries)
+                    return
+                what = _difference(path, layer_id, rows)
+                aside = self._set_aside(path, what)
+        raise StageUnavailable(
+            _WHO,
+            f"layer {layer_id} is no longer what was stored: {what}; it was set aside as {aside}, and its stage is built again when next asked for",
+        )
+
+    # ---- stages ----
+
+    def stage(self, key: str) -> StageRecord | None:
+        """The record of a stage whose own layers are all there; None means that it has to be built."""
+        record = self._read_record(require_key(key))
+        if record is None or (record.name != SNAPSHOT and not all(self._is_there(one) for one in record.adds)):
+            return None
+        return record
+
+    def stages(self) -> list[StageRecord]:
+        """All that `stage` would give, oldest first."""
+        found = [self.stage(key) for key in self._keys()]
+        return sorted((one for one in found if one is not None), key=lambda one: (one.created, one.key))
+
+    def put_stage(self, record: StageRecord) -> None:
+        """Remember a stage. Its layers must be in the store; `StageUnavailable` otherwise, or when the disk is full."""
+        with self.pin(record.adds), _told(self.root):
+            _replace(self.root / "stages" / f"{record.key}.json", record.to_json().encode(), self._gate)
+        for layer_id in record.adds:
+            self._unkeep(layer_id)
+        self.used(record.key)
+
+    def remove_stage(self, key: str) -> None:
+        """Forget a stage, and remove those of its layers that nobody uses and no other stage needs. What stands on it stays."""
+        record = self._read_record(require_key(key))
+        with _told(self.root):
+            self._forget(key)
+            for layer_id in record.adds if record is not None else ():
+                self._remove_layer(layer_id)
+
+    def used(self, key: str) -> None:
+        """Note that a stage was of use: what is used more is evicted later."""
+        now = time.time()
+        try:
+            fd = os.open(self.root / "stages" / f"{require_key(key)}.use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return  # a full disk is no reason to refuse a lease
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            uses, since = _unpack_use(os.pread(fd, _USE.size, 0))
+            os.pwrite(fd, _USE.pack(eviction.aged(uses, now - since) + 1.0, now), 0)
+        except OSError:
+            pass
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def lock_stage(self, key: str) -> Iterator[None]:
+        """Hold a stage against all other processes and threads that would build it; waits for whoever does."""
+        path = self.root / "stages" / f"{require_key(key)}.lock"
+        with _told(self.root):
+            fd = _take_named_lock(path)
+        try:
+            yield
+        finally:
+            # Whoever waits for this very file finds, once it has it, that the name is gone, and starts over.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            os.close(fd)
+
+    # ---- room ----
+
+    def evict(self, *, wanted_bytes: int = 0) -> Freed:
+        """Make room for `wanted_bytes` more, within the budget and on the disk; what nobody needs goes first and in any case.
+
+        Then the stages of least value, those that nothing stands on first. Never a layer that somebody has pinned.
+        """
+        freed = _Tally()
+        with _told(self.root), _flocked(self.root / "trees", fcntl.LOCK_EX):
+            self._sweep()
+            self._clear_damaged()
+            self._drop_expired()
+            self._remove_unneeded(freed)
+            while (short := self._shortage(wanted_bytes)) > 0:
+                if not self._evict_some(short, freed):
+                    break
+        return Freed(tuple(freed.stages), tuple(freed.layers), freed.bytes)
+
+    def close(self) -> None:
+        """Let go of everything that is still held. Safe to call twice."""
+        with self._guard:
+            held, self._held = self._held, {}
+            self._kept.clear()
+        for hold in held.values():
+            os.close(hold.fd)
+
+    # ---- publishing ----
+
+    def _publish(self, draft: Draft) -> Layer:
+        path = draft._path
+        with _opened(draft.tree) as fd:
+            _syncfs(fd)
+        rows: list[bytes] = []
+        found = digest_tree(draft.tree, rows)
+        target = self._tree_of(found.id)
+        if not target.is_dir():
+            self._require_room(found.bytes)
+        _write_new(path / "rows", zlib.compress(_framed(rows), 1))
+        self._write_facts(path, found.bytes, found.entries)
+        _fsync(path)
+        while True:
+            try:
+                os.rename(path, target)
+            except OSError as exc:
+                if exc.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                    raise
+                if (layer := self._same(found.id)) is not None:
+                    return layer
+                continue
+            break
+        lock_fd = draft._release_lock()
+        fcntl.flock(lock_fd, fcntl.LOCK_SH)
+        self._keep(found.id, lock_fd)
+        self._sound[found.id] = _which(target)
+        _fsync(self.root / "trees")
+        _fsync(self.root / "drafts")
+        return Layer(found.id, target / "tree", found.bytes, found.entries)
+
+    def _same(self, layer_id: str) -> Layer | None:
+        """The layer of that content that is there already, held; None when it was just taken away, or found damaged and set aside."""
+        try:
+            with self.pin([layer_id]):
+                self._keep(layer_id, None)
+                return self.layer(layer_id)
+        except StageUnavailable:
+            if self._is_there(layer_id):
+                raise
+            return None
+
+    def _write_facts(self, path: Path, used: int, entries: int) -> None:
+        _write_new(path / "layer.json", json.dumps({"version": _FORMAT, "marks": self.marks, "bytes": used, "entries": entries}).encode())
+        _write_new(path / "seal", json.dumps({"version": _FORMAT, "seal": seal_tree(path / "tree")}).encode())
+
+    def _require_room(self, wanted: int) -> None:
+        if self.budget_bytes is None:
+            return
+        if self._shortage(wanted) > 0:
+            self.evict(wanted_bytes=wanted)
+        if (short := self._shortage(wanted)) > 0:
+            raise StageUnavailable(
+                _WHO,
+                f"a layer of {wanted} bytes does not fit the budget of {self.budget_bytes} bytes: {short} bytes more are in use by running engines "
+                "or saved snapshots; raise the budget, remove snapshots, or close an engine",
+            )
+
+    # ---- holding ----
+
+    def _hold(self, layer_id: str) -> None:
+        with self._guard:
+            hold = self._held.get(layer_id)
+            if hold is not None and _is_same(hold.fd, self._tree_of(layer_id) / "lock"):
+                hold.count += 1
+                return
+        with _told(self.root):
+            fd = _take_layer_lock(self._tree_of(layer_id) / "lock")
+        if fd is None:
+            raise _missing(layer_id)
+        with self._guard:
+            self._put_hold(layer_id, fd)
+
+    def _put_hold(self, layer_id: str, fd: int) -> None:
+        hold = self._held.get(layer_id)
+        if hold is None:
+            self._held[layer_id] = _Hold(fd, 1)
+        elif _is_same(hold.fd, self._tree_of(layer_id) / "lock"):
+            hold.count += 1
+            os.close(fd)
+        else:  # the one that was held was set aside meanwhile, and there is a new one
+            os.close(hold.fd)
+            hold.fd = fd
+            hold.count += 1
+
+    def _let_go(self, layer_id: str) -> None:
+        with self._guard:
+            hold = self._held.get(layer_id)
+            if hold is None:
+                return
+            hold.count -= 1
+            if hold.count <= 0:
+                del self._held[layer_id]
+                os.close(hold.fd)
+
+    @contextlib.contextmanager
+    def _holding(self, layer_id: str) -> Iterator[None]:
+        self._hold(require_layer_id(layer_id))
+        try:
+            yield
+        finally:
+            self._let_go(layer_id)
+
+    def _keep(self, layer_id: str, fd: int | None) -> None:
+        with self._guard:
+            is_first = layer_id not in self._kept
+            self._kept[layer_id] = time.monotonic()
+            if fd is not None:
+                self._put_hold(layer_id, fd)
+                if not is_first:
+                    self._held[layer_id].count -= 1
+            elif is_first:
+                self._held[layer_id].count += 1
+
+    def _unkeep(self, layer_id: str) -> None:
+        with self._guard:
+            is_kept = self._kept.pop(layer_id, None) is not None
+        if is_kept:
+            self._let_go(layer_id)
+
+    def _drop_expired(self) -> None:
+        now = time.monotonic()
+        for layer_id in [one for one, since in list(self._kept.items()) if now - since > _KEPT_S]:
+            self._unkeep(layer_id)
+
+    def _check_once(self, layer_id: str) -> None:
+        try:
+            which = _which(self._tree_of(layer_id))
+        except OSError as exc:
+            raise _missing(layer_id) from exc
+        if self._sound.get(layer_id) != which:
+            self.check_seal(layer_id)
+
+    # ---- removing ----
+
+    def _evict_some(self, short: int, freed: _Tally) -> bool:
+        records = self._records()
+        sizes = {layer.id: layer.bytes for layer in self.layers()}
+        now = time.time()
+        candidates = [
+            eviction.Candidate(
+                one.key,
+                one.parent,
+                one.adds,
+                one.cost_s,
+                self._uses(one.key, now),
+                is_kept=one.name == SNAPSHOT or any(self._is_in_use(layer_id) for layer_id in one.adds),
+            )
+            for one in records
+        ]
+        adds = {one.key: one.adds for one in records}
+        progress = False
+        for key in eviction.choose(candidates, sizes, short):
+            self._forget(key)
+            freed.stages.append(key)
+            progress = True
+            for layer_id in adds[key]:
+                self._count_removed(layer_id, freed)
+        return progress
+
+    def _remove_unneeded(self, freed: _Tally) -> None:
+        needed = {layer_id for one in self._records() for layer_id in one.adds}
+        for layer_id in self._layer_ids():
+            if layer_id not in needed:
+                self._count_removed(layer_id, freed)
+
+    def _count_removed(self, layer_id: str, freed: _Tally) -> None:
+        facts = self._facts(layer_id)
+        if self._remove_layer(layer_id):
+            freed.layers.append(layer_id)
+            freed.bytes += facts[0] if facts is not None else 0
+
+    def _remove_layer(self, layer_id: str) -> bool:
+        """Take a layer away unless somebody uses it or a record names it."""
+        path = self._tree_of(layer_id)
+        fd = _try_exclusive(path / "lock")
+        if fd is None:
+            return False
+        try:
+            # Read again now that nobody can pin it: a record may have been written since the decision.
+            if any(layer_id in one.adds for one in self._records()):
+                return False
+            gone = self.root / "drafts" / f"gone-{secrets.token_hex(8)}"
+            os.rename(path, gone)
+            fcntl.flock(fd, fcntl.LOCK_SH)  # lets those who wait for it learn that it is gone, and still keeps sweepers off
+            _fsync(self.root / "trees")
+            remove_tree(gone)
+        finally:
+            os.close(fd)
+        return True
+
+    def _forget(self, key: str) -> None:
+        stages = self.root / "stages"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(stages / f"{key}.json")
+            _fsync(stages)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(stages / f"{key}.use")
+
+    def _shortage(self, wanted: int) -> int:
+        short = wanted - self._free_bytes() if wanted > 0 else 0
+        if self.budget_bytes is not None:
+            total = sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)
+            short = max(short, total + wanted - self.budget_bytes)
+        return short
+
+    def _free_bytes(self) -> int:
+        try:
+            found = os.statvfs(self.root)
+        except OSError:
+            return 0
+        return found.f_bavail * found.f_frsize
+
+    def _is_in_use(self, layer_id: str) -> bool:
+        if layer_id in self._held:
+            return True
+        path = self._tree_of(layer_id) / "lock"
+        fd = _try_exclusive(path)
+        if fd is None:
+            return path.exists()
+        os.close(fd)
+        return False
+
+    def _sweep(self) -> None:
+        """Remove what dead processes left half made. Whose lock can be had is dead."""
+        dead: list[tuple[Path, int]] = []
+        with self._gate(fcntl.LOCK_EX):
+            for path in (self.root / "stages").glob(".new-*"):
+                path.unlink(missing_ok=True)
+            for path in sorted((self.root / "drafts").iterdir()):
+                fd = _try_exclusive(path / "lock", create=True)
+                if fd is not None:
+                    dead.append((path, fd))
+                elif not stat.S_ISDIR(path.lstat().st_mode):
+                    path.unlink(missing_ok=True)
+        for path, fd in dead:
+            if not remove_tree(path):
+                _log.warning("%s was left by a process that died and cannot be removed; remove it by hand", path)
+            os.close(fd)
+
+    def _clear_damaged(self) -> None:
+        for path in (self.root / "damaged").iterdir():
+            if path.is_symlink() or not path.is_dir():
+                path.unlink(missing_ok=True)
+                continue
+            fd = _try_exclusive(path / "lock", create=True)
+            if fd is not None:
+                remove_tree(path)
+                os.close(fd)
+
+    def _set_aside(self, path: Path, why: str) -> Path:
+        """Take something damaged out of use without losing it; whoever stands on it keeps it."""
+        aside = self.root / "damaged" / f"{path.name}-{secrets.token_hex(4)}"
+        _log.warning("%s is damaged (%s): set aside as %s", path, why, aside)
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            pass  # another process found it at the same time
+        return aside
+
+    # ---- reading ----
+
+    def _check_format(self) -> None:
+        path = self.root / "format"
+        value: object = None
+        try:
+            value = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            pass
+        except ValueError as exc:
+            self._set_aside(path, str(exc))
+        if isinstance(value, dict) and value.get("marks") in KINDS and isinstance(value.get("version"), int):
+            self._require_format(value["version"], value["marks"])
+            return
+        if value is not None:
+            self._set_aside(path, "it does not say which format this is")
+        for layer_id in self._layer_ids():  # a lost file must not mix two kinds of marks
+            facts = _read_json(self._tree_of(layer_id) / "layer.json")
+            if facts is not None and facts.get("marks") in KINDS:
+                self._require_format(_FORMAT, facts["marks"])
+                break
+        _replace(path, json.dumps({"version": _FORMAT, "marks": self.marks}).encode(), None)
+
+    def _require_format(self, version: int, found: object) -> None:
+        if version != _FORMAT:
+            raise UsageError(f"the layers in {self.root} are of format {version}, and this release knows {_FORMAT}; name another state_dir")
+        if found != self.marks:
+            owner, other = ("root", "an ordinary user") if found == "trusted" else ("an ordinary user", "root")
+            raise UsageError(f"the layers in {self.root} were made for {owner}; {other} needs a store of its own: name another state_dir")
+
+    def _facts(self, layer_id: str) -> tuple[int, int] | None:
+        """Bytes and entries; None without such a layer. What cannot be read is found out again from the tree itself."""
+        path = self._tree_of(layer_id)
+        facts = _read_json(path / "layer.json")
+        if facts is not None and type(facts.get("bytes")) is int and type(facts.get("entries")) is int:
+            return facts["bytes"], facts["entries"]
+        if not path.is_dir():
+            return None
+        _log.warning("%s: layer.json is damaged; reading the layer to write it anew", path)
+        try:
+            self.verify(layer_id)
+        except StageUnavailable:
+            return None
+        facts = _read_json(path / "layer.json")
+        return (facts["bytes"], facts["entries"]) if facts is not None else None
+
+    def _read_record(self, key: str) -> StageRecord | None:
+        path = self.root / "stages" / f"{key}.json"
+        try:
+            record = StageRecord.from_json(path.read_bytes())
+            if record.key != key:
+                raise Unreadable(f"it is the record of {record.key}")
+        except FileNotFoundError:
+            return None
+        except FromLaterRelease:
+            return None
+        except (ValueError, OSError) as exc:
+            with contextlib.suppress(OSError):
+                self._set_aside(path, str(exc))
+            return None
+        return record
+
+    def _records(self) -> list[StageRecord]:
+        return [one for key in self._keys() if (one := self._read_record(key)) is not None]
+
+    def _keys(self) -> list[str]:
+        names = os.listdir(self.root / "stages")
+        return sorted(name[:-5] for name in names if name.endswith(".json") and is_key(name[:-5]))
+
+    def _layer_ids(self) -> list[str]:
+        return sorted(name for name in os.listdir(self.root / "trees") if is_layer_id(name))
+
+    def _uses(self, key: str, now: float) -> float:
+        try:
+            uses, since = _unpack_use((self.root / "stages" / f"{key}.use").read_bytes())
+        except OSError:
+            return 0.0
+        return eviction.aged(uses, now - since)
+
+    def _is_there(self, layer_id: str) -> bool:
+        return (self._tree_of(layer_id) / "tree").is_dir()
+
+    def _tree_of(self, layer_id: str) -> Path:
+        return self.root / "trees" / require_layer_id(layer_id)
+
+    @contextlib.contextmanager
+    def _gate(self, how: int) -> Iterator[None]:
+        fd = _open_lock(self.root / ".gate")
+        try:
+            fcntl.flock(fd, how)
+            yield
+        finally:
+            os.close(fd)
+
+
+class _Hold:
+    __slots__ = ("count", "fd")
+
+    def __init__(self, fd: int, count: int) -> None:
+        self.fd = fd
+        self.count = count
+
+
+class _Tally:
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.layers: list[str] = []
+        self.bytes = 0
+
+
+# ---- errors ----
+
+
+def _missing(layer_id: str) -> StageUnavailable:
+    return StageUnavailable(_WHO, f"layer {layer_id} is not in the store (any more); its stage is built again when next asked for")
+
+
+def _unavailable(exc: OSError, root: Path) -> StageUnavailable:
+    if exc.errno in _FULL:
+        return StageUnavailable(_WHO, f"the disk that holds {root} is full ({exc.strerror}); free some, or name another state_dir")
+    return StageUnavailable(
+        _WHO, f"{exc.filename or root}: {exc.strerror or exc}; make {root} readable and writable, or name another state_dir"
+    )
+
+
+@contextlib.contextmanager
+def _told(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise _unavailable(exc, root) from exc
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as exc:
+        raise UsageError(f"the store {path}: something that is not a directory is in the way; name another state_dir") from exc
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise UsageError(f"the store {path} is a link or not a directory; name another state_dir")
+    if found.st_uid != os.geteuid():
+        raise UsageError(f"the store {path} belongs to user {found.st_uid}; name another state_dir")
+    if found.st_mode & 0o022:
+        raise UsageError(f"the store {path} can be written by others; chmod 700 it, or name another state_dir")
+
+
+# ---- locks ----
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _is_same(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
+
+
+def _take_named_lock(path: Path) -> int:
+    """An exclusive lock on the file that has this name now; those before it may have taken the name away with them."""
+    while True:
+        fd = _open_lock(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if _is_same(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def _take_layer_lock(path: Path) -> int | None:
+    """A shared lock on a layer that is in its place; None when there is none. Those who hold it exclusively do so for an instant."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if not path.parent.is_dir():
+                return None
+            fd = _open_lock(path)  # somebody removed the file alone
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        if _is_same(fd, path):
+            return fd
+        os.close(fd)
+
+
+def _try_exclusive(path: Path, *, create: bool = False) -> int | None:
+    """An exclusive lock on the file that has this name, when nobody else has any on it."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    if not _is_same(fd, path):
+        os.close(fd)
+        return None
+    return fd
+
+
+@contextlib.contextmanager
+def _flocked(directory: Path, how: int) -> Iterator[None]:
+    with _opened(directory) as fd:
+        fcntl.flock(fd, how)
+        yield
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+# ---- files ----
+
+
+def _syncfs(fd: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syncfs(fd) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _fsync(directory: Path) -> None:
+    with _opened(directory) as fd:
+        os.fsync(fd)
+
+
+def _write_new(path: Path, data: bytes) -> None:
+    """Write and sync a file of ours; one that is there is written over."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _replace(path: Path, data: bytes, gate: Callable[[int], contextlib.AbstractContextManager[None]] | None) -> None:
+    """Put a whole file in place of `path`, or leave everything as it was. Behind the gate, so that no sweep takes it for a leftover."""
+    fresh = path.with_name(f".new-{secrets.token_hex(8)}")
+    with gate(fcntl.LOCK_SH) if gate is not None else contextlib.nullcontext():
+        try:
+            _write_new(fresh, data)
+            os.rename(fresh, path)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+    _fsync(path.parent)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _unpack_use(data: bytes) -> tuple[float, float]:
+    if len(data) != _USE.size:
+        return 0.0, 0.0
+    uses, since = _USE.unpack(data)
+    return (uses, since) if 0.0 <= uses < 1e12 and 0.0 <= since < 1e12 else (0.0, 0.0)
+
+
+def _which(path: Path) -> tuple[int, int]:
+    st = path.lstat()
+    return st.st_ino, st.st_ctime_ns
+
+
+def _read_seal(path: Path) -> object:
+    found = _read_json(path / "seal")
+    return found.get("seal") if found is not None else None
+
+
+def _seal_now(path: Path) -> str:
+    try:
+        return seal_tree(path / "tree")
+    except (FileNotFoundError, NotADirectoryError):
+        return "gone"
+
+
+def _framed(rows: Iterable[bytes]) -> bytes:
+    return b"".join(len(row).to_bytes(4, "little") + row for row in rows)
+
+
+def _unframed(data: bytes) -> list[bytes]:
+    rows = []
+    at = 0
+    while at < len(data):
+        length = int.from_bytes(data[at : at + 4], "little")
+        rows.append(data[at + 4 : at + 4 + length])
+        at += 4 + length
+    return rows
+
+
+def _difference(path: Path, layer_id: str, found: list[bytes]) -> str:
+    try:
+        known = _unframed(zlib.decompress((path / "rows").read_bytes()))
+    except (OSError, zlib.error):
+        return "its digest is another"
+    if id_of_rows(known) != layer_id:
+        return "its digest is another, and the list of what it held is damaged too"
+    return first_difference(known, found)
