@@ -10,12 +10,16 @@ from pathlib import Path
 
 from benchmarks import _measure
 
-PROGRAMS = ("cold_create", "action", "transfer", "destroy", "thousand", "flood", "crash", "cycles")
+PROGRAMS = ("cold_create", "action", "transfer", "destroy", "fork", "reset", "snapshot", "stages", "thousand", "flood", "crash", "cycles")
 QUICK = {
     "cold_create": 50,
     "action": 50,
     "transfer": 3,
     "destroy": 20,
+    "fork": 20,
+    "reset": 5,
+    "snapshot": 20,
+    "stages": 20,
     "thousand": 100,
     "flood": 1,
     "crash": 1,
