@@ -88,7 +88,8 @@ static int make_path(int upper, const char *path, uid_t root, uid_t uid) {
         }
         bool is_new = !mkdirat(upper, text, 0755);
         if (!is_new && errno != EEXIST) return -1;
-        if ((is_new || is_last) && fchownat(upper, text, is_last ? uid : root, is_last ? uid : root, AT_SYMLINK_NOFOLLOW)) return -1;
+        uid_t owner = is_last ? uid : root;
+        if (owner && (is_new || is_last) && fchownat(upper, text, owner, owner, AT_SYMLINK_NOFOLLOW)) return -1;  // made by 0, so it is 0's already
         if (!slash) break;
         *slash++ = '/';
     }
@@ -98,9 +99,9 @@ static int make_path(int upper, const char *path, uid_t root, uid_t uid) {
 // Mount points are made in the upper directory: whatever an image has there, a link for instance, is covered by a plain directory.
 static int fill_upper(int upper, const struct layout *l, struct owner owner) {
     static const char *const points[] = {"proc", "dev", "tmp"};
-    if (!L.in_userns && fchown(upper, owner.root, owner.root)) return -1;
+    if (owner.root && fchown(upper, owner.root, owner.root)) return -1;
     for (size_t i = 0; i < 3; i++)
-        if ((mkdirat(upper, points[i], 0755) && errno != EEXIST) || (!L.in_userns && fchownat(upper, points[i], owner.root, owner.root, 0))) return -1;
+        if ((mkdirat(upper, points[i], 0755) && errno != EEXIST) || (owner.root && fchownat(upper, points[i], owner.root, owner.root, 0))) return -1;
     for (uint32_t i = 0; i < l->dir_count; i++)
         if (make_path(upper, l->dirs[i], owner.root, owner.user)) return -1;
     for (uint32_t i = 0; i < l->view_count; i++)
