@@ -22,7 +22,9 @@ static void set_range(struct set *s, unsigned from, unsigned to) {
     for (unsigned b = from; b <= to; b++) set_add(s, b);
 }
 
-static bool is_word(unsigned b) { return (b >= '0' && b <= '9') || (b >= 'a' && b <= 'z') || (b >= 'A' && b <= 'Z') || b == '_' || b >= 0x80; }
+// 0-9, A-Z, _, a-z, and everything beyond ASCII
+static const struct set word_bytes = {{UINT64_C(0x3ff) << '0', UINT64_C(0x07fffffe87fffffe), UINT64_MAX, UINT64_MAX}};
+static bool is_word(unsigned b) { return set_has(&word_bytes, b); }
 
 enum node_type { N_EMPTY, N_SET, N_CAT, N_ALT, N_REPEAT, N_ASSERT };
 enum assertion { A_BEGIN, A_END, A_WORD, A_NOT_WORD, A_OPEN, A_CLOSE };  // the last two: no word character before, after
@@ -433,11 +435,11 @@ static void literal_break(struct literal *l) {
 
 static int only_byte(const struct set *s) {
     int only = NONE;
-    for (unsigned b = 0; b < 256; b++)
-        if (set_has(s, b)) {
-            if (only != NONE) return NONE;
-            only = (int)b;
-        }
+    for (int w = 0; w < 4; w++) {
+        if (!s->bits[w]) continue;
+        if (only != NONE || s->bits[w] & (s->bits[w] - 1)) return NONE;
+        only = w * 64 + __builtin_ctzll(s->bits[w]);
+    }
     return only;
 }
 
@@ -514,28 +516,34 @@ static int emit(struct compiler *c, int n, int next) {
     }
 }
 
+// Splits each class into what is in the set and what is not, where both are something.
+static int split_classes(struct set *classes, int count, const struct set *by) {
+    for (int k = 0, before = count; k < before; k++) {
+        struct set in, out;
+        uint64_t some_in = 0, some_out = 0;
+        for (int w = 0; w < 4; w++) {
+            some_in |= in.bits[w] = classes[k].bits[w] & by->bits[w];
+            some_out |= out.bits[w] = classes[k].bits[w] & ~by->bits[w];
+        }
+        if (some_in && some_out) classes[k] = out, classes[count++] = in;
+    }
+    return count;
+}
+
 // Bytes that no instruction and no assertion tells apart share a class, which keeps the DFA's rows short.
 static void find_classes(struct regex *re) {
-    uint8_t *of = re->class_of;
-    int classes = 1;
-    memset(of, 0, 256);
-    for (int i = -2; i < re->size; i++) {
-        if (i >= 0 && re->program[i].op != OP_SET) continue;
-        int split[256];
-        bool seen[256] = {false}, kept[256];
-        for (int k = 0; k < 256; k++) split[k] = NONE;
-        for (unsigned b = 0; b < 256; b++) {
-            bool in = i == -2 ? b == '\n' : i == -1 ? is_word(b) : set_has(&re->program[i].set, b);
-            uint8_t k = of[b];
-            if (!seen[k]) seen[k] = true, kept[k] = in;
-            else if (in != kept[k]) {
-                if (split[k] == NONE) split[k] = classes++;
-                of[b] = (uint8_t)split[k];
+    static const struct set newline = {{UINT64_C(1) << '\n'}};
+    struct set classes[256] = {{{UINT64_MAX, UINT64_MAX, UINT64_MAX, UINT64_MAX}}};
+    int count = split_classes(classes, split_classes(classes, 1, &newline), &word_bytes);
+    for (int i = 0; i < re->size; i++)
+        if (re->program[i].op == OP_SET) count = split_classes(classes, count, &re->program[i].set);
+    re->classes = count;
+    for (int k = 0; k < count; k++)
+        for (int w = 0; w < 4; w++)
+            for (uint64_t left = classes[k].bits[w]; left; left &= left - 1) {
+                re->sample[k] = (uint8_t)(w * 64 + __builtin_ctzll(left));
+                re->class_of[re->sample[k]] = (uint8_t)k;
             }
-        }
-    }
-    re->classes = classes;
-    for (unsigned b = 0; b < 256; b++) re->sample[of[b]] = (uint8_t)b;
 }
 
 void regex_free(struct regex *re) {
