@@ -79,7 +79,7 @@ def unpack(
     With `trusted` marks owners are kept, otherwise everything is this user's own and stays readable to them. `below` are
     the trees of the image's lower layers: directories that the archive goes through and does not describe look as they do
     there. `has_whiteouts` is false for an archive that is a whole root file system. `on_read` hears how many bytes of the
-    source were read, and may raise to end it.
+    source were read, and may raise to end it. A full disk is left to the draft to tell of.
     """
     caps = caps or Caps()
     blob = Blob(source, digest=digest, diff_id=diff_id, caps=caps, on_read=on_read)
@@ -99,6 +99,8 @@ def unpack(
 
 
 def _raise(exc: OSError) -> NoReturn:
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise exc
     where = f" at {_shown(os.fsencode(exc.filename))}" if exc.filename is not None and not isinstance(exc.filename, int) else ""
     if exc.errno in _ARCHIVE_ERRNOS:
         raise refused(f"the archive is refused: {exc.strerror}{where}") from exc

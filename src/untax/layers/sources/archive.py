@@ -1,0 +1,522 @@
+"""`tar:`, `oci:` and `docker-archive:`, images in files: a root file system, an OCI layout, what `docker save` writes.
+
+All three may be compressed as a whole, and a layout may also be a directory. Nothing of the outer archive is ever unpacked to
+a name of its choosing: its members are read where they lie.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+
+from untax.core.errors import StageFailed, StageUnavailable, UsageError
+from untax.core.root import ImageConfig
+from untax.core.spec import require_text
+from untax.core.stage import Identity
+from untax.core.tar import TarError, components
+from untax.layers import tarball
+from untax.layers.blob import Blob, Caps
+from untax.layers.sources import Fetched, Progress, Stop, _manifest, image_identity, in_thread, progress_from_thread
+from untax.layers.sources._image import PackedLayer, put_image
+from untax.layers.sources._reference import is_digest, this_platform
+from untax.layers.sources.config import MOST_BYTES, ReadConfig, read_config
+from untax.layers.tarball import Tarball
+from untax.layers.unpack import unpack
+
+if TYPE_CHECKING:
+    from untax.layers.store import LayerStore
+
+_OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without waiting for whoever might write to a FIFO of that name
+_CHUNK = 1 << 20
+_MOST_DOCUMENT = 4 << 20
+_OUTER = Caps(bytes=256 << 30, entries=100_000, deepest=16)
+_SMALL = 1 << 20  # members of a compressed archive that are held in memory while it is looked through
+_SMALL_TOTAL = 32 << 20
+_DEEPEST_INDEX = 3
+_REF_NAME = "org.opencontainers.image.ref.name"
+_MOST_REMEMBERED = 256
+
+_remembered: dict[object, Any] = {}
+"""What a file was found to be, by where it lies and when it was last changed."""
+
+
+def make(scheme: str, name: str) -> RootArchive | LayoutImage | DockerArchive:
+    if not require_text("image", name).startswith("/"):
+        raise UsageError(f"image {f'{scheme}:{name}'!r}: give the file by an absolute path")
+    if scheme == "tar":
+        return RootArchive(name)
+    return LayoutImage(name) if scheme == "oci" else DockerArchive(name)
+
+
+# ---- tar: ----
+
+
+class RootArchive:
+    """A tar of a whole root file system. It is what its bytes are."""
+
+    def __init__(self, name: str) -> None:
+        self._path = name
+        self._digest: str | None = None
+
+    async def identify(self) -> Identity:
+        self._digest = await in_thread(self._hash)
+        return Identity(f"tar:{self._digest}")
+
+    async def fetch(self, store: LayerStore, progress: Progress) -> Fetched:
+        if self._digest is None:
+            await self.identify()
+        note = progress_from_thread(progress)
+        return await in_thread(lambda stop: self._unpack(store, note, stop))
+
+    def _hash(self, stop: Stop) -> str:
+        with _open_file(self._path) as file:
+            return _remember(("tar", *_which(file)), lambda: _sha256(file, stop))
+
+    def _unpack(self, store: LayerStore, progress: Progress, stop: Stop) -> Fetched:
+        def on_read(read: int) -> None:
+            stop.check()
+            progress("unpacking", read, total)
+
+        with _open_file(self._path) as file, store.draft() as draft:
+            total = os.fstat(file.fileno()).st_size
+            try:
+                found = unpack(file, draft.tree, marks=store.marks, has_whiteouts=False, digest=self._digest, on_read=on_read)
+            except StageFailed as exc:
+                raise StageFailed("image", f"{self._path}: {exc.message}") from exc
+            if not found.entries:
+                raise StageFailed("image", f"{self._path}: it is empty")
+            return Fetched((draft.publish().id,), ImageConfig(), tuple(f"left out: {note}" for note in found.notes))
+
+
+# ---- images with layers ----
+
+
+class _Image(NamedTuple):
+    what: str
+    config: ReadConfig
+    layers: tuple[tuple[str, str | None], ...]
+    """The names of the layers' files and, where the image has them, digests."""
+
+
+class _Packaged:
+    """What `oci:` and `docker-archive:` share: a path, maybe a name behind it, and an image in there to be found."""
+
+    scheme = ""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._found: str | None = None
+
+    async def identify(self) -> Identity:
+        self._found = await in_thread(self._digest)
+        return image_identity(self._found)
+
+    async def fetch(self, store: LayerStore, progress: Progress) -> Fetched:
+        note = progress_from_thread(progress)
+        return await in_thread(lambda stop: self._put(store, note, stop))
+
+    def _digest(self, stop: Stop) -> str:
+        path, wanted = _split(self._name, self.scheme)
+        if os.path.isdir(path):
+            with _Directory(path) as folder:
+                return self._image(folder, wanted).config.digest
+        with _open_file(path) as file:
+            key = (self.scheme, *_which(file), wanted)
+            return _remember(key, lambda: self._image(_look_through(file, path, stop), wanted).config.digest)
+
+    def _put(self, store: LayerStore, progress: Progress, stop: Stop) -> Fetched:
+        path, wanted = _split(self._name, self.scheme)
+        with contextlib.ExitStack() as open_files:
+            if os.path.isdir(path):
+                folder: _Folder = open_files.enter_context(_Directory(path))
+            else:
+                file = open_files.enter_context(_open_file(path))
+                folder = open_files.enter_context(_unpacked(file, path, store.downloads, stop, progress))
+            image = self._image(folder, wanted)
+            if self._found not in (None, image.config.digest):
+                raise StageUnavailable("image", f"{image.what}: it is another image now than when it was asked about; ask again")
+            layers = [PackedLayer(functools.partial(folder.open, name), folder.size(name), digest) for name, digest in image.layers]
+            return put_image(store, image.what, image.config, layers, check=stop.check, progress=progress)
+
+    def _image(self, folder: _Folder, wanted: str | None) -> _Image:
+        raise NotImplementedError
+
+
+class LayoutImage(_Packaged):
+    """An OCI image layout: `index.json` names manifests, and everything else is a blob by its digest."""
+
+    scheme = "oci"
+
+    def _image(self, folder: _Folder, wanted: str | None) -> _Image:
+        what = f"{self.scheme}:{self._name}"
+        if "oci-layout" not in folder:
+            raise StageFailed("image", f"{what}: it is not an OCI layout: there is no file oci-layout")
+        _object(folder.read("oci-layout", 4096), f"{what}: oci-layout")
+        document = _object(folder.read("index.json", _MOST_DOCUMENT), f"{what}: index.json")
+        digest = _chosen(_entries(document, what), wanted, what)
+        for _ in range(_DEEPEST_INDEX):
+            body = folder.read(_blob_name(digest), _MOST_DOCUMENT)
+            _manifest.require_digest(body, digest, what)
+            document = _object(body, what)
+            if "manifests" not in document:
+                break
+            if "layers" in document or "config" in document:  # one reader would take it for a list and another for an image
+                raise StageFailed("image", f"{what}: its manifest claims to be a list and an image at once; refused")
+            digest = _chosen(_entries(document, what), None, what)
+        else:
+            raise StageFailed("image", f"{what}: lists of lists, more than {_DEEPEST_INDEX} deep")
+        manifest = _manifest.read(document, what)
+        data = folder.read(_blob_name(manifest.config.digest), MOST_BYTES)
+        config = read_config(data, what, digest=manifest.config.digest)
+        return _Image(what, config, tuple((_blob_name(layer.digest), layer.digest) for layer in manifest.layers))
+
+
+class DockerArchive(_Packaged):
+    """What `docker save` and `podman save` write: `manifest.json` names a config and layers by their paths in the archive."""
+
+    scheme = "docker-archive"
+
+    def _image(self, folder: _Folder, wanted: str | None) -> _Image:
+        what = f"{self.scheme}:{self._name}"
+        if "manifest.json" not in folder:
+            raise StageFailed("image", f"{what}: it is not an archive of images: there is no file manifest.json")
+        entry = _image_of(_parsed(folder.read("manifest.json", _MOST_DOCUMENT), what), wanted, what)
+        config, layers = entry.get("Config"), entry.get("Layers")
+        if not isinstance(config, str) or not isinstance(layers, list) or not all(isinstance(layer, str) for layer in layers):
+            raise StageFailed("image", f"{what}: its manifest.json does not say where config and layers are")
+        return _Image(what, read_config(folder.read(config, MOST_BYTES), what), tuple((layer, None) for layer in layers))
+
+
+def _entries(document: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    entries = document.get("manifests")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) and is_digest(entry.get("digest")) for entry in entries):
+        raise StageFailed("image", f"{what}: its index does not name images by their digests")
+    return entries
+
+
+def _chosen(entries: list[dict[str, Any]], wanted: str | None, what: str) -> str:
+    """The digest of the one that is asked for, or of the only one; of several for several platforms, of this machine's."""
+    if wanted is not None:
+        names = [_ref_name(entry) for entry in entries]
+        entries = [entry for entry, name in zip(entries, names, strict=True) if name == wanted]
+        if not entries:
+            known = ", ".join(sorted({name for name in names if name})[:10])
+            raise UsageError(f"{what}: there is no image {wanted!r} in it" + (f"; there are: {known}" if known else ""))
+    if len(entries) == 1:
+        return str(entries[0]["digest"])
+    return _manifest.choose({"manifests": entries}, this_platform(), what)
+
+
+def _ref_name(entry: dict[str, Any]) -> str | None:
+    annotations = entry.get("annotations")
+    name = annotations.get(_REF_NAME) if isinstance(annotations, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _image_of(document: object, wanted: str | None, what: str) -> dict[str, Any]:
+    """The entry of manifest.json that is asked for, or the only one."""
+    entries = [entry for entry in document if isinstance(entry, dict)] if isinstance(document, list) else []
+    tags = [[tag for tag in tags if isinstance(tag, str)] if isinstance(tags := entry.get("RepoTags"), list) else [] for entry in entries]
+    found = [entry for entry, names in zip(entries, tags, strict=True) if wanted is None or wanted in names or f"{wanted}:latest" in names]
+    if len(found) == 1:
+        return found[0]
+    if not entries:
+        raise StageFailed("image", f"{what}: its manifest.json is not a list of images")
+    known = ", ".join(sorted({name for names in tags for name in names})[:10]) or "none has a name"
+    raise UsageError(
+        f"{what}: {'no one image is' if wanted is None else f'{wanted!r} is not'} the one; write its name behind the path; there are: {known}"
+    )
+
+
+def _blob_name(digest: str) -> str:
+    return "blobs/" + digest.replace(":", "/")
+
+
+def _object(data: bytes, what: str) -> dict[str, Any]:
+    found = _parsed(data, what)
+    if not isinstance(found, dict):
+        raise StageFailed("image", f"{what}: it is not an object")
+    return found
+
+
+def _parsed(data: bytes, what: str) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise StageFailed("image", f"{what}: it is not JSON") from None
+
+
+# ---- where the members of an image are ----
+
+
+class _Folder(Protocol):
+    def __contains__(self, name: str, /) -> bool: ...
+
+    def size(self, name: str, /) -> int: ...
+
+    def open(self, name: str, /) -> BinaryIO: ...
+
+    def read(self, name: str, most: int, /) -> bytes: ...
+
+
+class _Directory:
+    """A layout as a directory. Links are not followed: what they lead to may be nobody's image."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def __enter__(self) -> _Directory:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def __contains__(self, name: str) -> bool:
+        try:
+            self.open(name).close()
+        except StageFailed:
+            return False
+        return True
+
+    def size(self, name: str) -> int:
+        with self.open(name) as file:
+            return os.fstat(file.fileno()).st_size
+
+    def open(self, name: str) -> BinaryIO:
+        fd = os.dup(self._fd)
+        try:
+            *parents, last = [os.fsdecode(part) for part in components(os.fsencode(name), deepest=8)]
+            for parent in parents:
+                fd, above = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd), fd
+                os.close(above)
+            fd, above = os.open(last, _OPEN | os.O_NOFOLLOW, dir_fd=fd), fd
+            os.close(above)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise StageFailed("image", f"{self._path}: {name} in it is not a file")
+            return open(fd, "rb", buffering=0)
+        except FileNotFoundError:
+            os.close(fd)
+            raise StageFailed("image", f"{self._path}: there is no {name} in it") from None
+        except (OSError, ValueError) as exc:
+            os.close(fd)
+            raise StageFailed("image", f"{self._path}: {name} in it cannot be opened, or is a link: copy it with cp -RL") from exc
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def read(self, name: str, most: int) -> bytes:
+        with self.open(name) as file:
+            return _read_most(file, most, f"{self._path}: {name}")
+
+
+class _Members:
+    """The members of an outer tar: where each lies in `file`, or its contents where it had to be unpacked to be seen."""
+
+    def __init__(self, what: str, file: BinaryIO | None) -> None:
+        self._what = what
+        self._file = file
+        self._places: dict[tuple[bytes, ...], tuple[int, int]] = {}
+        self._contents: dict[tuple[bytes, ...], bytes] = {}
+        self._links: dict[tuple[bytes, ...], tuple[bytes, ...]] = {}
+
+    def add(self, name: tuple[bytes, ...], place: tuple[int, int] | None, contents: bytes | None) -> None:
+        if name in self._places or name in self._contents or name in self._links:
+            raise TarError("two members of one name")
+        if place is not None:
+            self._places[name] = place
+        elif contents is not None:
+            self._contents[name] = contents
+
+    def link(self, name: tuple[bytes, ...], target: tuple[bytes, ...]) -> None:
+        self.add(name, None, None)
+        self._links[name] = target
+
+    def __contains__(self, name: str) -> bool:
+        found = self._resolve(name)
+        return found in self._places or found in self._contents
+
+    def size(self, name: str) -> int:
+        found = self._require(name)
+        return self._places[found][1] if found in self._places else len(self._contents[found])
+
+    def open(self, name: str) -> BinaryIO:
+        found = self._require(name)
+        if found in self._contents:
+            return io.BytesIO(self._contents[found])
+        assert self._file is not None
+        return io.BufferedReader(_Section(self._file.fileno(), *self._places[found]), _CHUNK)
+
+    def read(self, name: str, most: int) -> bytes:
+        with self.open(name) as file:
+            return _read_most(file, most, f"{self._what}: {name[:200]!r}")
+
+    def _require(self, name: str) -> tuple[bytes, ...]:
+        found = self._resolve(name)
+        if found not in self._places and found not in self._contents:
+            raise StageFailed("image", f"{self._what}: there is no {name[:200]!r} in it")
+        return found
+
+    def _resolve(self, name: str) -> tuple[bytes, ...]:
+        """Old archives name a layer that comes twice by a link to the first."""
+        try:
+            found = tuple(components(name.encode(errors="surrogateescape"), deepest=_OUTER.deepest))
+        except (TarError, UnicodeEncodeError):
+            raise StageFailed("image", f"{self._what}: {name[:200]!r} is not the name of a member") from None
+        return self._links.get(found, found)
+
+
+class _Section(io.RawIOBase):
+    """A part of a file, read by its own place in it."""
+
+    def __init__(self, fd: int, start: int, size: int) -> None:
+        self._fd, self._at, self._end = fd, start, start + size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = os.pread(self._fd, min(len(buffer), self._end - self._at), self._at)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def _members(what: str, blob: Blob, file: BinaryIO | None) -> _Members:
+    """Look through an outer tar: remember where members lie in `file`, or hold the small ones."""
+    found = _Members(what, file)
+    archive, held = Tarball(blob, _OUTER), 0
+    try:
+        for entry in archive:
+            name = tuple(components(entry.name, deepest=_OUTER.deepest))
+            if entry.kind == tarball.FILE and entry.pieces is None:
+                if file is not None:
+                    found.add(name, (archive.offset, entry.stored), None)
+                elif entry.stored <= _SMALL and held + entry.stored <= _SMALL_TOTAL:
+                    held += entry.stored
+                    found.add(name, None, b"".join(bytes(part) for part in archive.content()))
+            elif entry.kind == tarball.LINK:
+                found.link(name, _inside(name, entry.target))
+            elif entry.kind == tarball.HARD_LINK:
+                found.link(name, tuple(components(entry.target, deepest=_OUTER.deepest)))
+            elif entry.kind != tarball.DIRECTORY:
+                raise TarError("a member that is neither a file nor a link to one")
+    except TarError as exc:
+        raise StageFailed("image", f"{what}: the archive is refused: {exc}") from None
+    return found
+
+
+def _inside(name: tuple[bytes, ...], target: bytes) -> tuple[bytes, ...]:
+    """Where a link at `name` leads, in the archive."""
+    at = list(name[:-1])
+    for part in target.split(b"/"):
+        if part == b"..":
+            if not at:
+                raise TarError("a link out of the archive")
+            at.pop()
+        elif part not in (b"", b"."):
+            at.append(part)
+    if target.startswith(b"/") or len(at) > _OUTER.deepest:
+        raise TarError("a link out of the archive")
+    return tuple(at)
+
+
+def _look_through(file: BinaryIO, what: str, stop: Stop) -> _Members:
+    """The members without unpacking anything to the disk. Of a compressed archive only the small ones are there."""
+    blob = Blob(file, caps=_OUTER, on_read=lambda _: stop.check())
+    return _members(what, blob, None if _is_compressed(file) else file)
+
+
+@contextlib.contextmanager
+def _unpacked(file: BinaryIO, what: str, directory: Path, stop: Stop, progress: Progress) -> Iterator[_Members]:
+    """The members of an archive, out of a nameless copy in `directory` when it is compressed."""
+    if not _is_compressed(file):
+        yield _look_through(file, what, stop)
+        return
+    total = os.fstat(file.fileno()).st_size
+
+    def on_read(read: int) -> None:
+        stop.check()
+        progress("unpacking the archive", read, total)
+
+    blob = Blob(file, caps=_OUTER, on_read=on_read)
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as copy:
+            while data := blob.read(_CHUNK):
+                copy.write(data)
+            copy.seek(0)
+            yield _members(what, Blob(copy, caps=_OUTER, on_read=lambda _: stop.check()), copy)
+    except OSError as exc:
+        raise StageUnavailable("image", f"{what}: it cannot be unpacked in {directory}: {exc.strerror}") from exc
+
+
+def _is_compressed(file: BinaryIO) -> bool:
+    first = os.pread(file.fileno(), 6, 0)
+    return first.startswith((b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"))
+
+
+def _read_most(file: BinaryIO, most: int, what: str) -> bytes:
+    data = b""
+    while len(data) <= most and (more := file.read(min(_CHUNK, most + 1 - len(data)))):
+        data += more
+    if len(data) > most:
+        raise StageFailed("image", f"{what}: more than {most} bytes")
+    return data
+
+
+# ---- files ----
+
+
+def _split(name: str, scheme: str) -> tuple[str, str | None]:
+    """The path that is there, and the name behind the colon after it. Both may have colons of their own: the longest path wins."""
+    end = len(name)
+    while end > 0:
+        path, wanted = name[:end], name[end + 1 :]
+        if os.path.lexists(path) and (end == len(name) or wanted):
+            return path, wanted or None
+        end = name.rfind(":", 0, end)
+    raise UsageError(f"image {f'{scheme}:{name}'!r}: there is no such file or directory")
+
+
+def _open_file(path: str) -> BinaryIO:
+    try:
+        fd = os.open(path, _OPEN)
+    except FileNotFoundError:
+        raise UsageError(f"image {path!r}: there is no such file") from None
+    except (OSError, ValueError) as exc:
+        raise UsageError(f"image {path!r}: {exc}") from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UsageError(f"image {path!r}: it is not a file")
+    return open(fd, "rb", buffering=0)
+
+
+def _which(file: BinaryIO) -> tuple[int, ...]:
+    found = os.fstat(file.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _remember(key: object, find_out: Callable[[], str]) -> str:
+    if key not in _remembered:
+        found = find_out()
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+        _remembered[key] = found
+    return str(_remembered[key])
+
+
+def _sha256(file: BinaryIO, stop: Stop) -> str:
+    found = hashlib.sha256()
+    while data := file.read(_CHUNK):
+        stop.check()
+        found.update(data)
+    return f"sha256:{found.hexdigest()}"
