@@ -1,8 +1,4 @@
-"""Holding what may block to take, such as a lock between processes, from a coroutine.
-
-A thread of its own takes it and gives it back: the loop's shared threads would all be waiting one day, each for something
-that another one of them was to finish. Who is cancelled while it waits leaves at once, and the thread lets go by itself.
-"""
+"""Blocking work and blocking locks from a coroutine, so that cancelling it at any point loses nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
@@ -19,9 +15,35 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+async def blocking(work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
+    """Run `work` in a thread and wait for its end even when cancelled; what it gave then is nobody's, and is undone."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await ended(running)
+        if undo is not None and not running.cancelled() and running.exception() is None:
+            undo(running.result())
+        raise
+
+
+async def ended(task: asyncio.Future[T]) -> None:
+    """Wait for a task's end, however often the caller is cancelled meanwhile, and take note of how it ended."""
+    while not task.done():
+        try:
+            await asyncio.shield(asyncio.wait((task,)))
+        except asyncio.CancelledError:
+            continue  # told again; the answer is the same
+    task.cancelled() or task.exception()  # seen, so that nobody is told of it later
+
+
 @contextlib.asynccontextmanager
 async def held(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """Enter `manager` in a thread, and leave it there when the block ends."""
+    """Enter `manager` in a thread of its own, and leave it there when the block ends.
+
+    The loop's shared threads would all be waiting one day, each for a lock whose holder needs one of them to go on. Who is
+    cancelled while it waits leaves at once, and the thread lets go by itself when it gets what it waited for.
+    """
     loop = asyncio.get_running_loop()
     entered: asyncio.Future[T] = loop.create_future()
     left = loop.create_future()

@@ -17,7 +17,7 @@ import random
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import unquote, urlsplit
@@ -80,8 +80,11 @@ def origin_of(url: str) -> Origin:
     except ValueError as exc:
         raise UsageError(f"Repo.url: {exc}") from exc
     if where.scheme not in ("http", "https", "ssh") or not host or host.startswith("-") or " " in url:
-        raise UsageError(f"Repo.url {_without_password(url)!r} is not known; the forms are: {_FORMS}")
+        safe = url if user is None else where._replace(netloc="…@" + where.netloc.rpartition("@")[2]).geturl()
+        raise UsageError(f"Repo.url {safe!r} is not known; the forms are: {_FORMS}")
     if where.scheme == "ssh":
+        if password is not None:
+            raise UsageError("Repo.url: ssh takes no password from a URL; use a key, or an agent")
         return Origin("ssh", url)
     if user is None:
         return Origin("http", url)
@@ -89,13 +92,10 @@ def origin_of(url: str) -> Origin:
     return Origin("http", where._replace(netloc=where.netloc.rpartition("@")[2]).geturl(), f"Basic {token}")
 
 
-def _without_password(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//…@", url)
-
-
-def shown(repo: Repo) -> str:
-    """A repository's URL for people, logs and records: no password in it."""
-    return _without_password(repo.url)
+def without_password(repo: Repo) -> Repo:
+    """The same repository, fit to be remembered and shown."""
+    origin = origin_of(repo.url)
+    return repo if origin.authorization is None else replace(repo, url=origin.url)
 
 
 def check_commit(commit: str) -> str:
@@ -146,7 +146,9 @@ class Mirrors:
                 return shallow, commit
         found = await self._fetch(full, origin, commit, None, progress)
         if found is None:
-            raise StageFailed("repo", f"{shown(repo)} has no commit {repo.commit} on any branch or tag, nor gives it by its hash")
+            raise StageFailed(
+                "repo", f"{without_password(repo).url} has no commit {repo.commit} on any branch or tag, nor gives it by its hash"
+            )
         return full, found
 
     async def forget(self, mirror: Path) -> None:

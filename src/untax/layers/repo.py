@@ -30,7 +30,7 @@ from untax.core.stage import WORKDIR
 from untax.layers._descent import Descent, walk
 from untax.layers._git import Git, Ran
 from untax.layers.marks import OPAQUE_VALUE, Marks, opaque
-from untax.layers.mirrors import Mirrors, shown
+from untax.layers.mirrors import Mirrors, without_password
 from untax.layers.sources import Progress
 
 log = logging.getLogger("untax.layers")
@@ -82,14 +82,14 @@ async def fill(
     place = check_place(at)
     for attempt in (1, 2):
         mirror, commit = await mirrors.provide(repo, progress)
-        work = _furnish(tree, place, marks, standing)
+        work = await asyncio.to_thread(_furnish, tree, place, marks, standing)
         try:
             when = await _build(mirrors.git, mirror, commit, repo.depth, work)
             break
         except _Damaged as exc:
             if attempt == 2:
                 raise StageUnavailable("repo", f"the mirror {mirror} is damaged: {exc}; remove it", exc.log) from exc
-            log.warning("the mirror of %s is damaged and is made anew: %s", shown(repo), exc)
+            log.warning("the mirror of %s is damaged and is made anew: %s", without_password(repo).url, exc)
             await mirrors.forget(mirror)
             await asyncio.to_thread(_empty, tree)
     await asyncio.to_thread(_settle, tree, place, when, marks, standing)
@@ -112,15 +112,16 @@ def _furnish(tree: Path, place: str, marks: Marks, standing: Standing) -> Path:
     os.chmod(tree, _OPEN_MODE)
     for wanted in (*_own_directories(place), place):
         parts = wanted.strip("/").split("/")
-        for depth in range(1, len(parts) + 1):
-            inside = "/" + "/".join(parts[:depth])
-            below = standing(inside)
-            if below is not None and not stat.S_ISDIR(below.st_mode):
-                raise UsageError(f"workdir {place!r}: {inside} is a link or a file in the image; name the directory itself")
-            directory = tree / inside[1:]
+        on_the_way = ["/" + "/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        blocked = next((one for one in on_the_way if not _may_stand(standing(one))), None)
+        if blocked is not None:
+            if wanted == place:
+                raise UsageError(f"workdir {place!r}: {blocked} is a link or a file in the image; name the directory itself")
+            continue  # an image that has its homes elsewhere keeps them there
+        for one in on_the_way:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(directory)
-                os.chmod(directory, _OPEN_MODE)
+                os.mkdir(tree / one[1:])
+                os.chmod(tree / one[1:], _OPEN_MODE)
     work = tree / place[1:]
     try:
         # What the image has in the same place is not part of the work tree, least of all another .git.
@@ -130,6 +131,10 @@ def _furnish(tree: Path, place: str, marks: Marks, standing: Standing) -> Path:
             "repo", f"the store's file system takes no {opaque(marks)} attributes: {exc.strerror}; keep state_dir elsewhere"
         ) from exc
     return work
+
+
+def _may_stand(below: os.stat_result | None) -> bool:
+    return below is None or stat.S_ISDIR(below.st_mode)
 
 
 # Every object was checked when it came into the mirror.
