@@ -4,8 +4,11 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import untax
 
 _PROGRAM = """
 import asyncio, sys, untax
@@ -26,7 +29,12 @@ def test_it_has_sandboxes_as_an_ordinary_user_has(prefix, tmp_path):
     if shutil.which(prefix[0]) is None:
         pytest.skip(f"needs {prefix[0]}")
     ran = subprocess.run(
-        [*prefix, sys.executable, "-c", _PROGRAM, str(tmp_path / "state")], capture_output=True, text=True, timeout=60, check=False
+        [*prefix, sys.executable, "-c", _PROGRAM, str(tmp_path / "state")],
+        env={**os.environ, "PYTHONPATH": str(Path(untax.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
     assert ran.returncode == 0, ran.stderr
