@@ -1,5 +1,5 @@
 // CREATE: from the request to a cloned child that builds its own inside. What only the launcher can make is made here: control
-// groups, the upper directory, the overlays.
+// groups before the child, the upper directory and the overlays beside it.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -11,6 +11,7 @@
 #include <sys/mount.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "cgroup.h"
@@ -44,28 +45,53 @@ static bool parse_create(struct rd *r, struct create *c) {
 }
 
 static void close_plan(struct plan *p) {
-    io_close(&p->root);
     io_close(&p->dev);
-    for (size_t i = 0; i < p->view_count; i++) io_close(&p->views[i].mount);
-    p->view_count = 0;
     io_close(&p->channel);
     io_close(&p->control);
     io_close(&p->status);
     cg_box_close(&p->cg);
 }
 
-// Everything the child needs that only the launcher can make. What is made is found in the plan, also after a failure.
+// What the child is given when it starts. What is made is found in the plan, also after a failure.
 static int prepare(struct plan *p, struct create *c, const char **step) {
     if (cg_box_make(c->id, &c->limits, &p->cg, step)) return -1;
-    struct disk_box disk;
-    *step = "upper directory";
-    if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
-    int failed = layout_mount(&c->layout, NULL, &p->slot, &disk, &p->root, p->views, &p->view_count, step);
-    disk_box_close(&disk);
-    if (failed) return -1;
     *step = "device directory";
     p->dev = mounts_dev(&L.mounts);
     return p->dev < 0 ? -1 : 0;
+}
+
+// In order, as many at a time as a message takes.
+static int send_mounts(int control, int root, const struct view *views, size_t count) {
+    int fds[FDS_MAX] = {root};
+    size_t n = 1;
+    for (size_t i = 0;; i++) {
+        if (n == FDS_MAX || i == count) {
+            if (n && io_send_fds(control, "m", 1, fds, n) != 1) return -1;
+            n = 0;
+        }
+        if (i == count) return 0;
+        fds[n++] = views[i].mount;
+    }
+}
+
+// The overlays, made while the child makes what needs no launcher.
+static int furnish(const struct plan *p, struct create *c, const struct box *b, const char **step) {
+    struct disk_box disk;
+    struct view views[VIEWS_MAX];
+    size_t count;
+    int root;
+    *step = "upper directory";
+    if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
+    int failed = layout_mount(&c->layout, NULL, &p->slot, &disk, &root, views, &count, step);
+    disk_box_close(&disk);
+    if (failed) return -1;
+    *step = "mounts";
+    failed = send_mounts(b->control, root, views, count);
+    int error = errno;
+    close(root);
+    while (count) close(views[--count].mount);
+    errno = error;
+    return failed;
 }
 
 static int start_child(struct plan *p, struct box *b, int *channel, const char **step) {
@@ -96,7 +122,7 @@ void launcher_create(uint32_t seq, struct rd *r) {
         launcher_refuse(seq, "request", EINVAL);
         return;
     }
-    struct plan p = {.in_userns = L.in_userns, .hostname = c.id, .workdir = c.workdir, .empty_ns = L.mounts.empty_ns, .root = -1, .dev = -1,
+    struct plan p = {.in_userns = L.in_userns, .hostname = c.id, .workdir = c.workdir, .empty_ns = L.mounts.empty_ns, .dev = -1, .places = c.layout.places, .place_count = c.layout.place_count,
                      .tmp_bytes = c.tmp, .shm_bytes = c.shm, .disk_bytes = c.disk, .pids = c.limits.pids, .channel = -1, .control = -1, .status = -1,
                      .cg = CG_BOX_NONE};
     const char *step = "memory";
@@ -108,6 +134,12 @@ void launcher_create(uint32_t seq, struct rd *r) {
     if (has_slot && !prepare(&p, &c, &step)) pid = start_child(&p, b, &channel, &step);
     int error = errno;
     close_plan(&p);
+    if (pid > 0 && furnish(&p, &c, b, &step)) {
+        error = errno;
+        k_pidfd_send_signal(b->pidfd, SIGKILL);
+        waitpid(pid, NULL, 0);
+        pid = -1;
+    }
     if (pid < 0) {
         if (has_slot) {
             cg_box_remove(c.id);

@@ -50,7 +50,9 @@ bool layout_parse(struct layout *l, struct rd *r) {
     at = take(seen, view_strs, at, views);
     at = take(dirs, l->dir_count, at, l->dirs);
     for (uint32_t i = 0; i < l->view_count; i++) l->sources[i] = views[2 * i], l->places[i] = views[2 * i + 1];
+    l->place_count = l->view_count;
     if (cache.size) {
+        l->places[l->place_count++] = LAYOUT_CACHE_AT;
         memcpy(at, cache.at, cache.size);
         at[cache.size] = 0;
         l->cache = at;
@@ -104,9 +106,9 @@ static int fill_upper(int upper, const struct layout *l, struct owner owner) {
         if ((mkdirat(upper, points[i], 0755) && errno != EEXIST) || (owner.root && fchownat(upper, points[i], owner.root, owner.root, 0))) return -1;
     for (uint32_t i = 0; i < l->dir_count; i++)
         if (make_path(upper, l->dirs[i], owner.root, owner.user)) return -1;
-    for (uint32_t i = 0; i < l->view_count; i++)
+    for (uint32_t i = 0; i < l->place_count; i++)
         if (make_path(upper, l->places[i], owner.root, owner.root)) return -1;
-    return l->cache ? make_path(upper, LAYOUT_CACHE_AT, owner.root, owner.root) : 0;
+    return 0;
 }
 
 // A place where a view begins looks as it does in the uppermost directory below it.

@@ -18,6 +18,7 @@ struct layout {
     const char *sources[VIEWS_MAX], *places[VIEWS_MAX];  // views: host directory and place, outermost first
     const char *cache;                      // a host directory that is seen, writable, at LAYOUT_CACHE_AT; NULL: none
     uint32_t lower_count, view_count;
+    uint32_t place_count;                   // of the views and, last, of the cache
     const char **dirs;                      // directories of the workload's own, to be made in a fresh upper directory
     uint32_t dir_count;
 };

@@ -60,13 +60,12 @@ static void close_others(int *keep, size_t count) {
 
 // The launcher's own descriptors, and those it holds for other sandboxes, end here: before any limit on their number is set.
 static void keep_plan_only(const struct plan *p) {
-    int keep[32 + VIEWS_MAX];
+    int keep[32];
     size_t n = 0;
-    const int single[] = {p->channel, p->control, p->status, p->slot.userns, p->slot.netns, p->empty_ns, p->root, p->dev, p->cg.memory_events, p->cg.pids_events, p->cg.work_group};
+    const int single[] = {p->channel, p->control, p->status, p->slot.userns, p->slot.netns, p->empty_ns, p->dev, p->cg.memory_events, p->cg.pids_events, p->cg.work_group};
     for (size_t i = 0; i < sizeof single / sizeof *single; i++) keep[n++] = single[i];
     for (int i = 0; i < p->cg.agent_joins; i++) keep[n++] = p->cg.agent_join[i];
     for (int i = 0; i < p->cg.work_joins; i++) keep[n++] = p->cg.work_join[i];
-    for (size_t i = 0; i < p->view_count; i++) keep[n++] = p->views[i].mount;
     close_others(keep, n);
 }
 
@@ -111,24 +110,46 @@ static int protect_proc(void) {
     return 0;
 }
 
+// The launcher makes the overlays while this process makes everything else; they come over the control socket, the root first.
+static void receive_mounts(int control, int *mounts, size_t count) {
+    for (size_t got = 0; got < count;) {
+        int fds[FDS_MAX];
+        size_t more = 0;
+        char byte;
+        ssize_t n = io_recv_fds(control, &byte, 1, fds, &more);
+        if (n < 0 && errno == EAGAIN) {
+            if (poll(&(struct pollfd){.fd = control, .events = POLLIN}, 1, -1) < 0 && errno != EINTR) fail("mounts");
+            continue;
+        }
+        if (n != 1 || !more || got + more > count) _exit(70);  // the launcher has given up, and has told why
+        for (size_t i = 0; i < more; i++) mounts[got++] = fds[i];
+    }
+}
+
 static void build_root(const struct plan *p) {
     if (setns(p->empty_ns, CLONE_NEWNS) || unshare(CLONE_NEWNS)) fail("mount namespace");
     // The kernel lets an ordinary user mount /proc only while another is in sight; the empty namespace holds one for that.
     autoclose int proc = new_proc();
     if (proc < 0) fail("proc");
     if (p->in_userns && umount2("/proc", MNT_DETACH)) fail("proc of the host");
+    autoclose int pts = new_pts();
+    if (pts < 0) fail("pts");
+    autoclose int shm = mounts_tmpfs(p->shm_bytes, TMPFS_INODES(p->shm_bytes), "1777", K_ATTR_NOSUID | K_ATTR_NODEV);
+    if (shm < 0) fail("shm");
+    autoclose int tmp = mounts_tmpfs(p->tmp_bytes, TMPFS_INODES(p->tmp_bytes), "1777", K_ATTR_NOSUID | K_ATTR_NODEV);
+    if (tmp < 0) fail("tmp");
+    int mounts[1 + VIEWS_MAX];
+    receive_mounts(p->control, mounts, 1 + p->place_count);
     // Mounting over the empty root and changing into it takes the same time however many processes the host has; pivot_root walks them all.
-    if (attach(p->root, "/") || fchdir(p->root) || chroot(".")) fail("root");
-    for (size_t i = 0; i < p->view_count; i++)
-        if (attach(p->views[i].mount, p->views[i].at)) fail(p->views[i].at);
+    if (attach(mounts[0], "/") || fchdir(mounts[0]) || chroot(".")) fail("root");
+    for (size_t i = 0; i < p->place_count; i++)
+        if (attach(mounts[1 + i], p->places[i])) fail(p->places[i]);
+    for (size_t i = 0; i <= p->place_count; i++) close(mounts[i]);
     if (attach(p->dev, "/dev")) fail("dev");
     if (attach(proc, "/proc") || protect_proc()) fail("proc");
-    autoclose int pts = new_pts();
-    if (pts < 0 || attach(pts, "/dev/pts")) fail("pts");
-    autoclose int shm = mounts_tmpfs(p->shm_bytes, TMPFS_INODES(p->shm_bytes), "1777", K_ATTR_NOSUID | K_ATTR_NODEV);
-    if (shm < 0 || attach(shm, "/dev/shm")) fail("shm");
-    autoclose int tmp = mounts_tmpfs(p->tmp_bytes, TMPFS_INODES(p->tmp_bytes), "1777", K_ATTR_NOSUID | K_ATTR_NODEV);
-    if (tmp < 0 || attach(tmp, "/tmp")) fail("tmp");
+    if (attach(pts, "/dev/pts")) fail("pts");
+    if (attach(shm, "/dev/shm")) fail("shm");
+    if (attach(tmp, "/tmp")) fail("tmp");
     char where[8];
     if (chdir("/") || !getcwd(where, sizeof where)) fail("working directory");
 }

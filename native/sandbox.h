@@ -23,9 +23,9 @@ struct plan {
     const char *hostname, *workdir;
     struct slot slot;
     struct cg_box cg;
-    int empty_ns, root, dev;   // mount namespace to start from; detached mounts of / and /dev
-    struct view views[VIEWS_MAX];
-    size_t view_count;
+    int empty_ns, dev;   // mount namespace to start from; a detached mount of /dev
+    const char *const *places;  // where the mounts go that come, after the root's, over `control`
+    size_t place_count;
     uint64_t tmp_bytes, shm_bytes, disk_bytes;
     uint32_t pids;
     int channel, control, status;
