@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from untax.core.result import CommandResult
     from untax.core.spec import EnvSpec, Limits, Repo
     from untax.engine import Engine
+    from untax.layers.merged import Change
+    from untax.snapshot import Snapshot
 
 # The one place that holds it: the wheel, the cell and the handshake take it from here.
 __version__ = "0.1.0"
@@ -54,6 +56,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Batch": "untax.batch",
     "Box": "untax.box",
+    "Change": "untax.layers.merged",
     "CommandResult": "untax.core.result",
     "Connection": "untax.channel.process",
     "Engine": "untax.engine",
@@ -67,6 +70,7 @@ _HOME = {
     "Repo": "untax.core.spec",
     "SearchResult": "untax.channel.replies",
     "Session": "untax.channel.session",
+    "Snapshot": "untax.snapshot",
     "TreeSize": "untax.channel.replies",
 }
 _ERRORS = "untax.core.errors"
@@ -77,6 +81,7 @@ __all__ = [
     "BackendError",
     "Batch",
     "Box",
+    "Change",
     "CommandFailed",
     "CommandResult",
     "Connection",
@@ -109,6 +114,7 @@ __all__ = [
     "SandboxLost",
     "SearchResult",
     "Session",
+    "Snapshot",
     "SpawnFailed",
     "StageError",
     "StageFailed",

@@ -11,44 +11,51 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from untax import substrates
+from untax import grader, substrates
 from untax.box import Box
-from untax.channel.egress import Policy
-from untax.core.errors import BackendError, PoolClosed, PoolTimeout, SubstrateError, SubstrateUnavailable, UntaxError, UsageError
+from untax.core.errors import (
+    BackendError,
+    PoolClosed,
+    PoolTimeout,
+    SubstrateError,
+    SubstrateUnavailable,
+    UntaxError,
+    UsageError,
+)
 from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
-from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
-from untax.core.substrate import Sandbox, Service, Substrate, Unenforced, said_together
+from untax.core.spec import EnvSpec, Limits, Network
+from untax.core.substrate import Layered, Sandbox, Service, Substrate, Unenforced, said_together
+from untax.ground import Ground
+from untax.leases import DEFAULT_TTL_S, Bindings, Lease, Request, checked
+from untax.quarantine import Quarantine, try_destroy
+from untax.snapshot import Snapshot
+from untax.warehouse import Warehouse
+
+if TYPE_CHECKING:
+    from untax.layers.build import Prepared
+    from untax.layers.sources import Progress
+    from untax.tenancy import Tenancy
 
 T = TypeVar("T")
 
 log = logging.getLogger("untax.engine")
 
-DEFAULT_TTL_S = 3600.0
-# Destroying takes milliseconds; a sandbox that takes longer than this is reported, and left to the next sweep.
-DESTROY_PATIENCE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A lease that was asked for, checked: the spec with everything bound late already in it."""
-
-    spec: EnvSpec
-    files: Mapping[str, bytes]
-    wait_s: float | None
-    ttl_s: float
+_MOST_FORKS = 10_000
 
 
 class Engine:
     """Leases sandboxes on one substrate. `async with`, or `start()` and `aclose()`.
 
     `limits="strict"` refuses a sandbox one of whose limits this host cannot enforce; otherwise it is said once and marked
-    in the ledger. Further options are the substrate's own.
+    in the ledger. Layers are kept below `state_dir`, up to `store_budget_mib` beside what is in use; `setup_network` is the
+    policy for set-up commands, apart from the leases' own. Further options are the substrate's own.
     """
 
     box_class: type[Box] = Box
@@ -59,6 +66,8 @@ class Engine:
         *,
         state_dir: str | os.PathLike[str] | None = None,
         limits: Literal["warn", "strict"] = "warn",
+        store_budget_mib: int | None = None,
+        setup_network: Network = "none",
         clock: Clock = now_ns,
         **options: Any,
     ) -> None:
@@ -68,15 +77,17 @@ class Engine:
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
             substrate = substrates.load(substrate, **options)
-        elif options or state_dir is not None:
+        elif options or (state_dir is not None and not isinstance(substrate, Layered)):
             raise UsageError("options belong to a substrate given by name; this one is already made")
         self.substrate = substrate
-        self._strict = limits == "strict"
         self.clock = clock
+        self._strict = limits == "strict"
         self._state: Literal["new", "running", "closed"] = "new"
-        self._boxes: set[Box] = set()
+        self._boxes: set[Tenancy] = set()
         self._chores: set[asyncio.Task[Any]] = set()
         self._said: set[str] = set()
+        self._quarantine = Quarantine()
+        self._warehouse = Warehouse(self, state_dir, budget_mib=store_budget_mib, setup_network=setup_network)
 
     # ---- its own life ----
 
@@ -86,17 +97,19 @@ class Engine:
             raise UsageError(f"this engine is {self._state}; make a new one")
         if reason := self.substrate.unavailable_reason():
             raise SubstrateUnavailable("", f"{self.substrate.name}: {reason}")
-        if isinstance(self.substrate, Service):
-            try:
+        try:
+            if isinstance(self.substrate, Service):
                 await self.substrate.start()
-            except BaseException:
-                self._state = "closed"
+            await self._warehouse.start()
+        except BaseException:
+            self._state = "closed"
+            if isinstance(self.substrate, Service):
                 await self.finish(self.chore(self.substrate.aclose()))
-                raise
+            raise
         self._state = "running"
 
     async def aclose(self) -> None:
-        """Release every box, wait until what they held is gone, and end. Safe to call twice."""
+        """Release every box and every snapshot that is not saved, wait until what they held is gone, and end. Safe to call twice."""
         if self._state != "closed":
             self._state = "closed"
             await self.finish(self.chore(self._close()))
@@ -112,10 +125,16 @@ class Engine:
         for outcome in await asyncio.gather(*(box.release() for box in list(self._boxes)), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 log.warning("while closing: %s: %s", type(outcome).__name__, outcome)
-        while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
-            await asyncio.wait(chores)
+        await self._wait_chores()
+        await self._quarantine.aclose()
+        self._warehouse.close()
+        await self._wait_chores()  # layers that nobody stands on any more
         if isinstance(self.substrate, Service):
             await self.substrate.aclose()
+
+    async def _wait_chores(self) -> None:
+        while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
+            await asyncio.wait(chores)
 
     # ---- leases ----
 
@@ -130,13 +149,15 @@ class Engine:
         network: Network | None = None,
         wait_s: float | None = None,
         ttl_s: float = DEFAULT_TTL_S,
-    ) -> Lease:
+    ) -> Lease[Box]:
         """`async with engine.lease(spec) as box`: a sandbox for one rollout, gone at the end of the block.
 
         Without a spec: the host's own software, at the substrate's own isolation. What is given here binds late. `wait_s`
         bounds the time until the box is there (`PoolTimeout`), `ttl_s` the time that it lasts (`SandboxLost` afterwards).
+        A stage that is missing is built first, once for all who ask: `StageFailed` has its log.
         """
-        return Lease(self, self.request(spec, env, user, files, limits, network, wait_s, ttl_s))
+        request = checked(self.substrate, spec, Bindings(env, user, files, limits, network, wait_s, ttl_s))
+        return Lease(lambda: self.fulfil(request), Box.release)
 
     async def acquire(
         self,
@@ -151,48 +172,103 @@ class Engine:
         ttl_s: float = DEFAULT_TTL_S,
     ) -> Box:
         """As `lease`, for those who cannot use `with`: the holder calls `box.release()`."""
-        return await self.fulfil(self.request(spec, env, user, files, limits, network, wait_s, ttl_s))
+        return await self.fulfil(checked(self.substrate, spec, Bindings(env, user, files, limits, network, wait_s, ttl_s)))
 
-    def request(
+    async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
+        """Put every stage of `spec` in place without leasing it; gives what is there and how long each missing one took.
+
+        What the image's name stands for is asked again, which a lease does once per engine only.
+        """
+        self._check_running()
+        return await self._warehouse.prepare(checked(self.substrate, spec, Bindings()).spec, progress)
+
+    # ---- from snapshots, and for grading ----
+
+    def fork(
         self,
-        spec: EnvSpec | None,
-        env: Mapping[str, str] | None,
-        user: str | None,
-        files: Mapping[str, bytes] | None,
-        limits: Limits | None,
-        network: Network | None,
-        wait_s: float | None,
-        ttl_s: float,
-    ) -> Request:
-        """Check everything that can be checked before anything is made."""
-        if spec is None:
-            spec = EnvSpec(isolation=self.substrate.isolation)
-        elif not isinstance(spec, EnvSpec):
-            raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
-        if not is_as_strong(self.substrate.isolation, as_required=spec.isolation):
-            raise UsageError(
-                f"substrate {self.substrate.name!r} has isolation {self.substrate.isolation!r}, the spec asks for {spec.isolation!r} or "
-                f"stronger: use another substrate, or accept it with EnvSpec(isolation={self.substrate.isolation!r})"
-            )
-        if spec.repo is not None:
-            raise UsageError("repo: this release does not build repository stages; clone in setup=('git clone …',) or box.upload() a tree")
-        changes: dict[str, Any] = {"user": user, "limits": limits, "network": network}
-        changes = {name: value for name, value in changes.items() if value is not None}
-        if env:
-            changes["env"] = FrozenEnv({**spec.env, **freeze_env(env)})
-        if changes:
-            spec = replace(spec, **changes)
-        if wait_s is not None:
-            require_duration("wait_s", wait_s)
-        Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
-        return Request(spec, _checked_files(files), wait_s, require_duration("ttl_s", ttl_s))
+        snapshot: Snapshot | str,
+        n: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[list[Box]]:
+        """`async with engine.fork(snapshot, 8) as group`: that many boxes that begin with the snapshot's files, all or none.
+
+        `snapshot` may be the id of a saved one. What is given here binds over the spec of the box that it was taken of.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MOST_FORKS:
+            raise UsageError(f"n must be a whole number between 1 and {_MOST_FORKS}, not {n!r}")
+        late = Bindings(env, user, files, limits, network, wait_s, ttl_s)
+        return Lease(lambda: self._fork(snapshot, n, late), _release_all)
+
+    def restore(
+        self,
+        snapshot: Snapshot | str,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[Box]:
+        """`async with engine.restore(snapshot) as box`: one box, as `fork` gives several."""
+        late = Bindings(env, user, files, limits, network, wait_s, ttl_s)
+        return Lease(lambda: self._restore(snapshot, late), Box.release)
+
+    def grader(
+        self, box: Box, take: Sequence[str] = ("src/**",), *, wait_s: float | None = None, ttl_s: float = DEFAULT_TTL_S
+    ) -> Lease[Box]:
+        """`async with engine.grader(box, take=("src/**",)) as clean`: a fresh box of `box.spec` plus only the files named.
+
+        Nothing else that the workload did gets there: the box begins with the spec's own stages, and of the patterns' matches
+        in the working directory the bytes of regular files are written into it. Deletions are not carried over.
+        """
+        patterns = grader.checked(take)
+        checked(self.substrate, box.spec, Bindings(wait_s=wait_s, ttl_s=ttl_s))
+        request = Request(box.spec, box._request.files, wait_s, ttl_s)
+        return Lease(lambda: grader.graded(self, box, patterns, request), Box.release)
+
+    async def find_snapshot(self, snapshot_id: str) -> Snapshot:
+        """A saved snapshot by its id; `UsageError` when there is none."""
+        self._check_running()
+        return await self._warehouse.shelf.find(snapshot_id)
+
+    async def _restore(self, snapshot: Snapshot | str, late: Bindings) -> Box:
+        return await self.fulfil(await self._request_from(snapshot, late))
+
+    async def _fork(self, snapshot: Snapshot | str, n: int, late: Bindings) -> list[Box]:
+        request = await self._request_from(snapshot, late)
+        coming = [asyncio.ensure_future(self.fulfil(request)) for _ in range(n)]
+        try:
+            return await asyncio.gather(*coming)
+        except BaseException:
+            for task in coming:
+                task.cancel()
+            await self.finish(self.chore(_give_back(coming)))
+            raise
+
+    async def _request_from(self, snapshot: Snapshot | str, late: Bindings) -> Request:
+        self._check_running()
+        if isinstance(snapshot, Snapshot) and snapshot.engine is not self:
+            if not snapshot.is_saved:
+                raise UsageError(f"snapshot {snapshot.id} is another engine's; save() it to use it here")
+            snapshot = snapshot.id
+        found = await self._warehouse.shelf.find(snapshot) if not isinstance(snapshot, Snapshot) else snapshot
+        _ = found.ground  # says so when it was dropped
+        return replace(checked(self.substrate, found.spec, late), snapshot=found)
+
+    # ---- how a box comes to be ----
 
     async def fulfil(self, request: Request) -> Box:
         """A box for a checked request."""
-        if self._state != "running":
-            if self._state == "new":
-                raise UsageError("the engine is not started: use `async with Engine()`, or await engine.start()")
-            raise PoolClosed("the engine is closed")
+        self._check_running()
         watch = Stopwatch(self.clock)
         if request.wait_s is None:
             return await self._fulfil(request, watch)
@@ -225,35 +301,61 @@ class Engine:
             raise
         return box
 
+    def _check_running(self) -> None:
+        if self._state == "new":
+            raise UsageError("the engine is not started: use `async with Engine()`, or await engine.start()")
+        if self._state == "closed":
+            raise PoolClosed("the engine is closed")
+
     # ---- for boxes ----
 
-    async def create(self, spec: EnvSpec) -> Sandbox:
-        """A sandbox, or nothing: cancelled in between, what comes of it is destroyed."""
-        creating = asyncio.ensure_future(self.substrate.create(spec))
+    @property
+    def warehouse(self) -> Warehouse:
+        return self._warehouse
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """The ids of sandboxes that could not be proven gone; each is tried again until it is, and never leased."""
+        return self._quarantine.ids
+
+    async def create(self, spec: EnvSpec, ground: Ground | None = None, cache: Path | None = None) -> Sandbox:
+        """A sandbox, or nothing: cancelled in between, what comes of it is destroyed. `ground` is held for it until it is gone."""
+        creating = asyncio.ensure_future(self._creating(spec, ground, cache))
         try:
             return await asyncio.shield(creating)
         except asyncio.CancelledError:
-            self.chore(self._undo(creating))
+            self.chore(self._undo(creating, ground))
             raise
-        except UntaxError:
-            raise
-        except Exception as exc:
+        except BaseException as exc:
+            if ground is not None:
+                ground.release()
+            if isinstance(exc, UntaxError) or not isinstance(exc, Exception):
+                raise
             raise BackendError("", f"{self.substrate.name}: create failed: {type(exc).__name__}: {exc}") from exc
 
-    async def _undo(self, creating: asyncio.Future[Sandbox]) -> None:
+    def _creating(self, spec: EnvSpec, ground: Ground | None, cache: Path | None) -> Coroutine[Any, Any, Sandbox]:
+        if ground is None:
+            return self.substrate.create(spec)
+        assert isinstance(self.substrate, Layered)
+        return self.substrate.create_on(spec, ground.hold().root, cache=cache)
+
+    async def _undo(self, creating: asyncio.Future[Sandbox], ground: Ground | None) -> None:
         try:
             sandbox = await creating
         except (Exception, asyncio.CancelledError):
+            if ground is not None:
+                ground.release()
             return  # nothing came of it, so there is nothing to give back
-        await self.destroy(sandbox)
+        await self.destroy(sandbox, ground)
 
-    async def destroy(self, sandbox: Sandbox) -> None:
-        """Free a sandbox. What cannot be freed in time is said; the next start sweeps it."""
-        try:
-            async with asyncio.timeout(DESTROY_PATIENCE_S):
-                await sandbox.destroy()
-        except Exception as exc:  # told: the log; a holder that has its result must not lose it to the cleaning up
-            log.warning("sandbox %s may have left something behind: %s: %s", sandbox.id, type(exc).__name__, exc)
+    async def destroy(self, sandbox: Sandbox, ground: Ground | None = None) -> None:
+        """Free a sandbox and what it stood on. One that cannot be proven gone goes into quarantine, and keeps its ground."""
+        why = await try_destroy(sandbox)
+        let_go = ground.release if ground is not None else _nothing
+        if why is None:
+            let_go()
+        else:
+            self._quarantine.add(sandbox, why, let_go)
 
     def check_enforced(self, sandbox: Sandbox, unenforced: tuple[Unenforced, ...]) -> None:
         """Refuse, or say once, what this host cannot hold a sandbox to."""
@@ -287,35 +389,19 @@ class Engine:
             raise cancelled
         return task.result()
 
-    def forget(self, box: Box) -> None:
+    def forget(self, box: Tenancy) -> None:
         self._boxes.discard(box)
 
 
-class Lease:
-    """The context manager that `Engine.lease` returns."""
-
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine = engine
-        self._request = request
-        self._box: Box | None = None
-
-    async def __aenter__(self) -> Box:
-        if self._box is not None:
-            raise UsageError("a lease is entered once; call engine.lease() again")
-        self._box = await self._engine.fulfil(self._request)
-        return self._box
-
-    async def __aexit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        assert self._box is not None
-        await self._box.release()
+def _nothing() -> None:
+    pass
 
 
-def _checked_files(files: Mapping[str, bytes] | None) -> Mapping[str, bytes]:
-    if not isinstance(files, Mapping | None):
-        raise UsageError(f"files must be a mapping of paths to bytes, not {type(files).__name__}")
-    for path, data in (files or {}).items():
-        if not isinstance(path, str) or not path or "\0" in path:
-            raise UsageError(f"files: {path!r} is not a path")
-        if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise UsageError(f"files: the content of {path!r} must be bytes, not {type(data).__name__}")
-    return dict(files or {})
+async def _release_all(boxes: Sequence[Box]) -> None:
+    await asyncio.gather(*(box.release() for box in boxes))
+
+
+async def _give_back(coming: Sequence[asyncio.Future[Box]]) -> None:
+    """Those that came up after all when others did not."""
+    came = await asyncio.gather(*coming, return_exceptions=True)
+    await _release_all([box for box in came if isinstance(box, Box)])

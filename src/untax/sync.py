@@ -14,7 +14,7 @@ import os
 import threading
 from builtins import list as list_
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import untax
 from untax.batch import Batch as AsyncBatch
@@ -34,15 +34,23 @@ from untax.channel.stream import SocketStream
 from untax.core.errors import Gone, NoWorker, PoolClosed, SandboxLost, UntaxError, UsageError
 from untax.core.ledger import Ledger
 from untax.core.result import CommandResult
+from untax.core.root import ImageConfig
 from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
 from untax.core.substrate import Substrate
-from untax.engine import DEFAULT_TTL_S, Request
 from untax.engine import Engine as AsyncEngine
+from untax.leases import DEFAULT_TTL_S
+from untax.leases import Lease as AsyncLease
+from untax.snapshot import Snapshot as AsyncSnapshot
+
+if TYPE_CHECKING:
+    from untax.layers.build import Prepared
+    from untax.layers.merged import Change
+    from untax.layers.sources import Progress
 
 T = TypeVar("T")
 
-__all__ = ["Batch", "Box", "Connection", "Engine", "Lease", "Process", "Session", "Watch"]
+__all__ = ["Batch", "Box", "Connection", "Engine", "Lease", "Process", "Session", "Snapshot", "Watch"]
 
 # Threads that wait for set-up steps of direct boxes; each waits on its own socket and costs nothing meanwhile.
 _SET_UP_THREADS = 256
@@ -155,9 +163,12 @@ class Engine:
         network: Network | None = None,
         wait_s: float | None = None,
         ttl_s: float = DEFAULT_TTL_S,
-    ) -> Lease:
+    ) -> Lease[Box]:
         """`with engine.lease(spec) as box`."""
-        return Lease(self, self._inner.request(spec, env, user, files, limits, network, wait_s, ttl_s))
+        inner = self._inner.lease(
+            spec, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        )  # fmt: skip
+        return Lease(lambda: self._boxed(inner), Box.release)
 
     def acquire(
         self,
@@ -171,31 +182,137 @@ class Engine:
         wait_s: float | None = None,
         ttl_s: float = DEFAULT_TTL_S,
     ) -> Box:
-        return self._fulfil(self._inner.request(spec, env, user, files, limits, network, wait_s, ttl_s))
+        return self.lease(
+            spec, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        ).get()  # fmt: skip
 
-    def _fulfil(self, request: Request) -> Box:
+    def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
+        """As `untax.Engine.prepare`; `progress` is called in the engine's own thread."""
+        return self._running().run(self._inner.prepare(spec, progress=progress))
+
+    def fork(
+        self,
+        snapshot: Snapshot | str,
+        n: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[list_[Box]]:
+        """`with engine.fork(snapshot, 8) as group`."""
+        inner = self._inner.fork(
+            _unwrapped(snapshot), n, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        )  # fmt: skip
+
+        def take() -> list_[Box]:
+            loop = self._running()
+            return [Box(loop, box) for box in loop.run(_awaited(inner))]
+
+        return Lease(take, self._release_all)
+
+    def restore(
+        self,
+        snapshot: Snapshot | str,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[Box]:
+        """`with engine.restore(snapshot) as box`."""
+        inner = self._inner.restore(
+            _unwrapped(snapshot), env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        )  # fmt: skip
+        return Lease(lambda: self._boxed(inner), Box.release)
+
+    def grader(
+        self, box: Box, take: Sequence[str] = ("src/**",), *, wait_s: float | None = None, ttl_s: float = DEFAULT_TTL_S
+    ) -> Lease[Box]:
+        """`with engine.grader(box, take=("src/**",)) as clean`."""
+        inner = self._inner.grader(box._inner, take, wait_s=wait_s, ttl_s=ttl_s)
+        return Lease(lambda: self._boxed(inner), Box.release)
+
+    def find_snapshot(self, snapshot_id: str) -> Snapshot:
+        loop = self._running()
+        return Snapshot(loop, loop.run(self._inner.find_snapshot(snapshot_id)))
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        return self._inner.quarantined
+
+    def _boxed(self, inner: AsyncLease[AsyncBox]) -> Box:
+        loop = self._running()
+        return Box(loop, loop.run(_awaited(inner)))
+
+    def _release_all(self, boxes: list_[Box]) -> None:
+        async def released() -> None:
+            await asyncio.gather(*(box._inner.release() for box in boxes))
+
+        self._running().run(released())
+
+    def _running(self) -> _Loop:
         if self._loop is None:
             raise UsageError("the engine is not started, or closed: use `with Engine()`")
-        return Box(self._loop, self._loop.run(self._inner.fulfil(request)))
+        return self._loop
 
 
-class Lease:
-    """The context manager that `Engine.lease` returns."""
+async def _awaited(inner: AsyncLease[T]) -> T:
+    return await inner
 
-    def __init__(self, engine: Engine, request: Request) -> None:
-        self._engine = engine
-        self._request = request
-        self._box: Box | None = None
 
-    def __enter__(self) -> Box:
-        if self._box is not None:
-            raise UsageError("a lease is entered once; call engine.lease() again")
-        self._box = self._engine._fulfil(self._request)
-        return self._box
+class Lease(Generic[T]):
+    """What `lease`, `fork`, `restore` and `grader` return: `with` gives it back at the end of the block, `get()` leaves that to you."""
+
+    def __init__(self, take: Callable[[], T], give_back: Callable[[T], object]) -> None:
+        self._take = take
+        self._give_back = give_back
+        self._taken: list_[T] = []
+
+    def get(self) -> T:
+        return self._take()
+
+    def __enter__(self) -> T:
+        self._taken.append(self._take())
+        return self._taken[-1]
 
     def __exit__(self, *exc: object) -> None:
-        assert self._box is not None
-        self._box.release()
+        self._give_back(self._taken.pop())
+
+
+class Snapshot:
+    """As `untax.Snapshot`, blocking."""
+
+    def __init__(self, loop: _Loop, inner: AsyncSnapshot) -> None:
+        self._loop = loop
+        self._inner = inner
+        self.id = inner.id
+        self.spec = inner.spec
+        self.how = inner.how
+        self.elapsed_s = inner.elapsed_s
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+    @property
+    def is_saved(self) -> bool:
+        return self._inner.is_saved
+
+    def save(self) -> str:
+        return self._loop.run(self._inner.save())
+
+    def drop(self) -> None:
+        self._loop.run(self._inner.drop())
+
+
+def _unwrapped(snapshot: Snapshot | str) -> AsyncSnapshot | str:
+    return snapshot._inner if isinstance(snapshot, Snapshot) else snapshot
 
 
 # ---- how the socket gets into the callers' threads ----
@@ -216,8 +333,21 @@ class _Direct:
     def cell_version(self) -> str:
         return self.blocking.cell_version
 
+    @property
+    def is_idle(self) -> bool:
+        return self.blocking.is_idle
+
     async def call(self, call: Call[T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.blocking.call, call)
+        return await self._in_thread(lambda: self.blocking.call(call))
+
+    async def batch(self, calls: Sequence[Call[Any]], *, stop: bool = False) -> list_[object]:
+        return await self._in_thread(lambda: self.blocking.batch(calls, stop=stop))
+
+    async def upload(self, local: Name, remote: Name, *, timeout_s: float | None = TIMEOUT_S) -> TreeSize:
+        return await self._in_thread(lambda: self.blocking.upload(local, remote, timeout_s=timeout_s))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
         self.blocking.close()
@@ -271,6 +401,10 @@ class Box:
     @property
     def ledger(self) -> Ledger:
         return self._inner.ledger
+
+    @property
+    def image(self) -> ImageConfig:
+        return self._inner.image
 
     # ---- commands ----
 
@@ -440,6 +574,12 @@ class Box:
 
     def reset(self) -> None:
         self._loop.run(self._inner.reset())
+
+    def snapshot(self, *, live: bool = False) -> Snapshot:
+        return Snapshot(self._loop, self._loop.run(self._inner.snapshot(live=live)))
+
+    def diff(self) -> list_[Change]:
+        return self._loop.run(self._inner.diff())
 
     def pause(self) -> None:
         self._loop.run(self._inner.pause())

@@ -74,10 +74,17 @@ async def test_set_up_steps_run_before_the_lease_begins(fake):
         assert not fake.live
 
 
-async def test_a_repository_is_refused_and_not_ignored(fake):
-    async with untax.Engine(fake) as engine:
-        with pytest.raises(untax.UsageError, match="setup"):
-            engine.lease(untax.EnvSpec(repo=untax.Repo("https://git.example/x", "abc")))
+async def test_without_layers_there_are_no_snapshots_and_that_is_said(fake):
+    async with untax.Engine(fake) as engine, engine.lease() as box:
+        for attempt in (box.snapshot, box.diff):
+            with pytest.raises(untax.UsageError, match="no layers"):
+                await attempt()
+        with pytest.raises(untax.UsageError, match="no layers"):
+            await engine.restore("snap-" + "0" * 24)
+        with pytest.raises(untax.UsageError, match="no layers"):
+            await engine.prepare(untax.EnvSpec())
+        async with engine.grader(box) as clean:  # which needs none
+            assert clean.id != box.id
 
 
 @pytest.mark.parametrize("step", ["create", "wait_ready", "open_channel"])

@@ -82,6 +82,11 @@ class BlockingChannel:
         return self._reason is not None
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing is asked for, streamed or watched over it now; entry 0 is the greeting, which nobody asks for."""
+        return len(self._open) <= (0 in self._open)
+
+    @property
     def lost_reason(self) -> str | None:
         return self._reason
 

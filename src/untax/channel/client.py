@@ -83,6 +83,11 @@ class Channel:
         return self._reason is not None
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing is asked for, streamed or watched over it now."""
+        return not self._open and not self._egress_tasks
+
+    @property
     def lost_reason(self) -> str | None:
         return self._reason
 

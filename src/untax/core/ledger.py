@@ -61,6 +61,10 @@ class Ledger:
         self.isolation = isolation
         self.sandboxes: list[str] = []
         self.unenforced: tuple[Unenforced, ...] = ()
+        self.stages: dict[str, float] = {}
+        """The stages that were missing and how many seconds each took to build; the wait for them is in the part `setup`."""
+        self.resets: dict[str, int] = {}
+        """How often the box was reset, by how: `pristine` (kept, for nothing had happened) or `replaced`."""
         self._clock = clock
         self._start_ns = start_ns
         self._held_from_ns: int | None = None
@@ -98,6 +102,9 @@ class Ledger:
     def closed(self, at_ns: int) -> None:
         if self._end_ns is None:
             self._end_ns = at_ns
+
+    def was_reset(self, how: str) -> None:
+        self.resets[how] = self.resets.get(how, 0) + 1
 
     def fault(self, reason: str) -> None:
         """The infrastructure failed: whatever this rollout shows is not the workload's doing."""
@@ -174,6 +181,7 @@ class Ledger:
         numbers["actions"] = float(sums.count)
         numbers["egress_allowed"] = float(self._egress_allowed)
         numbers["egress_refused"] = float(self._egress_refused)
+        numbers["resets"] = float(sum(self.resets.values()))
         numbers["unenforced"] = float(len(self.unenforced))
         numbers["trusted"] = 1.0 if self.verdict == "trusted" else 0.0
         return numbers
@@ -190,6 +198,8 @@ class Ledger:
                 "sandboxes": self.sandboxes,
                 "verdict": self.verdict,
                 "reasons": self._reasons,
+                "stages": self.stages,
+                "resets": self.resets,
                 "unenforced": [asdict(limit) for limit in self.unenforced],
                 "total_ns": self._total_ns(),
                 "metrics": self.metrics(),
@@ -219,6 +229,8 @@ class Ledger:
             if seconds > 0:
                 yield f"  {name:<13}{seconds * 1e3:>12.3f} ms"
         yield f"  {'total':<13}{numbers['total_s'] * 1e3:>12.3f} ms, of it tax {numbers['tax_s'] * 1e3:.3f} ms; {int(numbers['actions'])} actions"
+        for name, seconds in self.stages.items():
+            yield f"  built: {name} in {seconds:.3f} s"
         for names, reason, remedy in said_together(self.unenforced):
             yield f"  not enforced: {names} ({reason}); {remedy}"
 

@@ -21,11 +21,11 @@ PARTS = ("queue", "create", "ready", "setup", "action", "dispatch", "observe", "
 queue     waiting for the engine to take the request up
 create    the substrate's `create`, until the sandbox has an identity
 ready     from there until the channel is open and configured: an action sent now would run
-setup     files and set-up steps that the lease asked for
+setup     stages that were missing, files, and on substrates without layers the set-up steps that the lease asked for
 action    a command's own time, measured inside the sandbox
 dispatch  the rest of an action's way there and back
 observe   turning the answer's bytes into a result and waking the caller
-reset     replacing the sandbox by a fresh one
+reset     proving the sandbox clean, or replacing it by a fresh one
 cleanup   from release until the sandbox is given up
 """
 

@@ -1,4 +1,4 @@
-"""A substrate without a machine and a clock without time, for our tests and for authors of adapters.
+"""A substrate without a machine and a clock without time.
 
 `FakeSubstrate` keeps sandboxes in memory and speaks the real protocol from the cell's side, so everything above an adapter
 runs as it does in earnest. It writes down each step that was taken, can be made to fail or wait at each of them, and
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import posixpath
+import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +21,10 @@ from untax.core.errors import SandboxLost
 from untax.core.spec import EnvSpec
 from untax.core.stream import Receiver
 from untax.core.substrate import Facts, Unenforced
+from untax.testing.files import Files, MemoryFiles
 
 _HEADER = struct.Struct("<IIBBH")
+_KINDS = {stat.S_IFREG: b"f", stat.S_IFDIR: b"d", stat.S_IFLNK: b"l", stat.S_IFIFO: b"p"}
 _EXITED, _TIMEOUT, _CANCELLED = 0, 2, 3
 
 
@@ -130,7 +134,7 @@ class FakeSandbox:
     def __init__(self, substrate: FakeSubstrate, sandbox_id: str, spec: EnvSpec) -> None:
         self.id = sandbox_id
         self.spec = spec
-        self.files: dict[str, bytes] = {}
+        self.files: Files = MemoryFiles()
         self.users = {""}
         self.cell: FakeCell | None = None
         self._substrate = substrate
@@ -184,9 +188,15 @@ class FakeCell:
         self._substrate = substrate
         self._receiver: Receiver | None = None
         self._env: dict[str, str] = {}
+        self._workdir = "/"
         self._kept = b""
         self._hanging: dict[int, asyncio.TimerHandle | None] = {}
         self._closed = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a command of it has not ended."""
+        return bool(self._hanging)
 
     # ---- ByteStream ----
 
@@ -254,14 +264,11 @@ class FakeCell:
                 self._end_hanging(request_id, _CANCELLED)
             case wire.SPAWN:
                 self._spawn(request_id, reader, deadline_ms)
-            case wire.READ:
-                self._read(request_id, reader)
-            case wire.WRITE:
-                path, _, _, data = reader.blob(), reader.u32(), reader.u8(), reader.blob(wire.FRAME_MAX_OUT)
-                self._sandbox.files[path.decode()] = data
-                self._done(request_id, wire.u64(len(data)))
-            case wire.MKDIR:
-                self._done(request_id)
+            case wire.READ | wire.WRITE | wire.MKDIR | wire.LIST | wire.STAT | wire.REMOVE:
+                try:
+                    self._done(request_id, self._file_action(kind, reader))
+                except OSError as exc:
+                    self._error(request_id, wire.OS, exc.errno or errno.EIO, "open")
             case wire.BATCH:
                 self._batch(request_id, reader)
             case wire.HELLO | wire.CREDIT | wire.DATA:
@@ -271,7 +278,7 @@ class FakeCell:
 
     def _configure(self, request_id: int, reader: Reader) -> None:
         self._substrate.log.append("configure")
-        reader.blob()
+        self._workdir = reader.blob().decode()
         self._env = dict(reader.blob().decode().split("=", 1) for _ in range(reader.u32()))
         self._done(request_id)
 
@@ -309,14 +316,35 @@ class FakeCell:
             self._substrate.log.append("killed")
             self._done(request_id, _command(FakeExit(), how))
 
-    def _read(self, request_id: int, reader: Reader) -> None:
-        data = self._sandbox.files.get(reader.blob().decode())
-        if data is None:
-            self._error(request_id, wire.OS, errno.ENOENT, "open")
-            return
-        at, most = reader.u64(), reader.u64()
-        part = data[at : at + most]
-        self._done(request_id, wire.u64(len(data)) + wire.u32(0o644) + struct.pack("<q", 0) + wire.blob(part))
+    def _file_action(self, kind: int, reader: Reader) -> bytes:
+        files = self._sandbox.files
+        path = posixpath.normpath(posixpath.join(self._workdir, reader.blob().decode("utf-8", "surrogateescape")))
+        match kind:
+            case wire.READ:
+                data = files.read(path)
+                at, most = reader.u64(), reader.u64()
+                return wire.u64(len(data)) + wire.u32(0o644) + struct.pack("<q", 0) + wire.blob(data[at : at + most])
+            case wire.WRITE:
+                mode, flags, data = reader.u32(), reader.u8(), reader.blob(wire.FRAME_MAX_OUT)
+                files.write(path, data, mode, exclusive=bool(flags & 2))
+                return wire.u64(len(data))
+            case wire.MKDIR:
+                files.mkdir(path)
+                return b""
+            case wire.REMOVE:
+                files.remove(path, recursive=bool(reader.u8()))
+                return wire.u64(1)
+            case wire.STAT:
+                return self._entry(path, posixpath.basename(path))
+        names = files.list(path)
+        return wire.u8(0) + wire.u32(len(names)) + b"".join(self._entry(posixpath.join(path, name), name) for name in names)
+
+    def _entry(self, path: str, name: str) -> bytes:
+        found = self._sandbox.files.stat(path)
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), b"?")
+        target = self._sandbox.files.target(path).encode() if kind == b"l" else b""
+        facts = struct.pack("<IIIQq", found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
+        return wire.blob(name.encode("utf-8", "surrogateescape")) + kind + facts + wire.blob(target)
 
     def _batch(self, request_id: int, reader: Reader) -> None:
         _, count = reader.u8(), reader.u32()

@@ -1,0 +1,107 @@
+"""What is asked of an engine, checked before anything is made, and the promise that is given for it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from untax.channel.egress import Policy
+from untax.core.errors import UsageError
+from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
+from untax.core.substrate import Substrate
+from untax.ground import Ground
+from untax.snapshot import Snapshot
+
+T = TypeVar("T")
+
+DEFAULT_TTL_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bindings:
+    """What a lease may say over its spec. All of it applies at lease time and is in no stage's key."""
+
+    env: Mapping[str, str] | None = None
+    user: str | None = None
+    files: Mapping[str, bytes] | None = None
+    limits: Limits | None = None
+    network: Network | None = None
+    wait_s: float | None = None
+    ttl_s: float = DEFAULT_TTL_S
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A lease that was asked for, checked: the spec with everything bound late already in it."""
+
+    spec: EnvSpec
+    files: Mapping[str, bytes]
+    wait_s: float | None
+    ttl_s: float
+    snapshot: Snapshot | None = None
+    """What it begins with instead of the spec's own stages."""
+    ground: Ground | None = None
+    """The same, already found; the engine's own builds begin so, with a `cache` that they share."""
+    cache: Path | None = None
+
+
+def checked(substrate: Substrate, spec: EnvSpec | None, late: Bindings) -> Request:
+    """Everything that can be checked is, before anything is made."""
+    if spec is None:
+        spec = EnvSpec(isolation=substrate.isolation)
+    elif not isinstance(spec, EnvSpec):
+        raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
+    if not is_as_strong(substrate.isolation, as_required=spec.isolation):
+        raise UsageError(
+            f"substrate {substrate.name!r} has isolation {substrate.isolation!r}, the spec asks for {spec.isolation!r} or "
+            f"stronger: use another substrate, or accept it with EnvSpec(isolation={substrate.isolation!r})"
+        )
+    changes: dict[str, Any] = {"user": late.user, "limits": late.limits, "network": late.network}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if late.env:
+        changes["env"] = FrozenEnv({**spec.env, **freeze_env(late.env)})
+    if changes:
+        spec = replace(spec, **changes)
+    if late.wait_s is not None:
+        require_duration("wait_s", late.wait_s)
+    Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
+    return Request(spec, _checked_files(late.files), late.wait_s, require_duration("ttl_s", late.ttl_s))
+
+
+def _checked_files(files: Mapping[str, bytes] | None) -> Mapping[str, bytes]:
+    if not isinstance(files, Mapping | None):
+        raise UsageError(f"files must be a mapping of paths to bytes, not {type(files).__name__}")
+    for path, data in (files or {}).items():
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise UsageError(f"files: {path!r} is not a path")
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise UsageError(f"files: the content of {path!r} must be bytes, not {type(data).__name__}")
+    return dict(files or {})
+
+
+class Lease(Generic[T]):
+    """What `lease`, `fork`, `restore` and `grader` return: `async with` gives it back at the end of the block, `await` leaves that to you."""
+
+    def __init__(self, take: Callable[[], Awaitable[T]], give_back: Callable[[T], Awaitable[object]]) -> None:
+        self._take: Callable[[], Awaitable[T]] | None = take
+        self._give_back = give_back
+        self._taken: list[T] = []
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._taking().__await__()
+
+    async def __aenter__(self) -> T:
+        self._taken.append(await self._taking())
+        return self._taken[0]
+
+    async def __aexit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        await self._give_back(self._taken[0])
+
+    async def _taking(self) -> T:
+        if self._take is None:
+            raise UsageError("a lease is entered once; ask the engine for another")
+        take, self._take = self._take, None
+        return await take()

@@ -1,0 +1,207 @@
+"""The snapshots of an engine: those it keeps, and how one is put into the store and found there again.
+
+A saved snapshot is a record in the store with every stored layer of its chain in it, the stages' own included, so that
+nothing it stands on is evicted or built anew below it. Only an image that is used in place (the host's files, a directory) lies
+outside; when that has changed, the snapshot is refused rather than laid over something else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from untax.core.errors import StageUnavailable, UsageError
+from untax.core.root import Root
+from untax.core.spec import EnvSpec, Limits, Repo
+from untax.core.substrate import Frozen
+from untax.ground import Ground, Support
+from untax.layers.record import SNAPSHOT
+from untax.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from untax.engine import Engine
+    from untax.grounds import Grounds
+    from untax.layers.store import LayerStore, StageRecord
+
+_ID = re.compile(r"snap-[0-9a-f]{24}")
+
+# A mount of 60 layers costs half as much again as one of 3, of 200 three times as much, and the kernel takes 500 (KERNEL.md).
+DEEPEST = 50
+
+
+class Shelf:
+    def __init__(self, engine: Engine, grounds: Grounds) -> None:
+        self._engine = engine
+        self._grounds = grounds
+        self._kept: dict[str, Snapshot] = {}
+        self._flattening: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def put(self, snapshot: Snapshot) -> Snapshot:
+        self._kept[snapshot.id] = snapshot
+        return snapshot
+
+    def close(self) -> None:
+        for snapshot in self._kept.values():
+            snapshot.let_go()
+        self._kept.clear()
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        if self._kept.pop(snapshot.id, None) is not None:
+            snapshot.let_go()
+            if snapshot.is_saved:
+                await asyncio.to_thread(self._grounds.store.remove_stage, snapshot.id)
+
+    def support(self, frozen: Frozen) -> Support:
+        """Of a frozen layer: let go of behind everybody's back, once the last who needs it is gone."""
+        return Support(lambda: self._engine.chore(frozen.discard()))
+
+    # ---- what boxes begin from ----
+
+    async def ground(self, snapshot: Snapshot) -> Ground:
+        """Held for the caller, and not deeper than is cheap to stand on."""
+        if len(snapshot.ground.own) > DEEPEST:
+            await self._flatten(snapshot)
+        return snapshot.ground.hold()
+
+    async def _flatten(self, snapshot: Snapshot) -> None:
+        """Once, however many forks ask at the same time."""
+        task = self._flattening.get(snapshot.id)
+        if task is None:
+            task = self._flattening[snapshot.id] = self._engine.chore(self._flattened(snapshot))
+            task.add_done_callback(lambda _: self._flattening.pop(snapshot.id, None))
+        await asyncio.shield(task)
+
+    async def _flattened(self, snapshot: Snapshot) -> None:
+        from untax.layers.flatten import flatten
+
+        ground, store = snapshot.ground.hold(), self._grounds.store
+        try:
+            base = replace(ground.readable(), layers=ground.root.layers[: ground.stage_layers])
+            layer, pin = await asyncio.to_thread(flatten, store, ground.own, base)
+            supports = ground.supports[: ground.stage_supports]
+            for support in supports:
+                support.hold()
+            flat = replace(ground, root=base.with_layers(str(layer.tree)), supports=(*supports, Support(pin.close)), own=(layer.tree,))
+            snapshot.moved_to(flat)
+        finally:
+            ground.release()
+
+    # ---- in the store ----
+
+    async def save(self, snapshot: Snapshot) -> None:
+        if len(snapshot.ground.own) > DEEPEST:
+            await self._flatten(snapshot)
+        ground = snapshot.ground.hold()
+        try:
+            work = self._engine.chore(asyncio.to_thread(_store, self._grounds.store, snapshot, ground))
+            await asyncio.shield(work)
+        finally:
+            ground.release()
+
+    async def find(self, snapshot_id: str) -> Snapshot:
+        """One that this engine keeps, or a saved one, by its id."""
+        if not isinstance(snapshot_id, str) or not _ID.fullmatch(snapshot_id):
+            raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
+        if (kept := self._kept.get(snapshot_id)) is not None:
+            return kept
+        store = self._grounds.store
+        record = await asyncio.to_thread(store.stage, snapshot_id)
+        if record is None or record.name != SNAPSHOT:
+            raise UsageError(f"there is no saved snapshot {snapshot_id} in {store.root}")
+        spec = spec_of(record.recipe["spec"])
+        ground = await self._restored(record, spec)
+        return self.put(Snapshot(self._engine, spec, ground, "stored", 0.0, snapshot_id))
+
+    async def _restored(self, record: StageRecord, spec: EnvSpec) -> Ground:
+        store = self._grounds.store
+        pin = await asyncio.to_thread(store.pin, record.adds)
+        try:
+            layers = tuple(str(store.layer(one).tree) for one in record.adds)
+            in_place = record.recipe["in_place"]
+            if not isinstance(in_place, Mapping):
+                root = Root(layers, config=record.config, is_furnished=True)
+                stage_layers = int(record.recipe["stage_layers"])
+                return Ground(root, (), stage_layers, (Support(pin.close),), own=tuple(map(Path, layers[stage_layers:])))
+            below, _ = await self._grounds.find(EnvSpec(image=spec.image, isolation=spec.isolation))
+        except BaseException:
+            pin.close()
+            raise
+        if below.stages[-1].key != in_place["key"]:
+            below.release()
+            pin.close()
+            raise StageUnavailable(
+                SNAPSHOT, f"the image {spec.image!r} has changed since {record.key} was saved over it; take the snapshot again, or drop it"
+            )
+        root = below.root.with_layers(*layers)
+        stage_layers = len(below.root.layers) + int(record.recipe["stage_layers"])
+        own = tuple(map(Path, root.layers[stage_layers:]))
+        supports = (*below.supports, Support(pin.close))
+        return Ground(root, below.stages, stage_layers, supports, len(supports), own)
+
+
+def _store(store: LayerStore, snapshot: Snapshot, ground: Ground) -> None:
+    """Blocking: copy what is not in the store yet, layer by layer, and write the record."""
+    from untax.layers.copy import copy_tree
+    from untax.layers.store import StageRecord
+
+    began = time.monotonic()
+    stage_ids = [found for directory in ground.root.layers[: ground.stage_layers] if (found := layer_id(store, directory))]
+    ids: list[str] = []
+    for tree in ground.own:
+        found = layer_id(store, tree)
+        if found is None:
+            with store.draft() as draft:
+                copy_tree(tree, draft.tree)
+                found = draft.publish().id
+        ids.append(found)
+    in_place = len(stage_ids) < ground.stage_layers or bool(ground.root.views)
+    image = next((stage for stage in ground.stages if stage.name == "image"), None)
+    if in_place and image is None:
+        raise AssertionError("a root in place without its image's stage")
+    store.put_stage(
+        StageRecord(
+            key=snapshot.id,
+            name=SNAPSHOT,
+            parent=image.key if in_place and image is not None else None,
+            adds=(*stage_ids, *ids),
+            config=ground.root.config,
+            recipe={
+                "spec": data_of(snapshot.spec),
+                "in_place": {"key": image.key} if in_place and image is not None else None,
+                "stage_layers": len(stage_ids),
+            },
+            cost_s=time.monotonic() - began,
+            created=time.time(),
+            is_portable=not in_place,
+        )
+    )
+
+
+def layer_id(store: LayerStore, tree: str | Path) -> str | None:
+    """The id of the stored layer that lies at `tree`, or None when it is not one of the store's."""
+    path = Path(tree)
+    return path.parent.name if path.name == "tree" and path.parent.parent == store.root / "trees" else None
+
+
+# ---- a spec as plain data ----
+
+
+def data_of(spec: EnvSpec) -> dict[str, Any]:
+    data = {name: getattr(spec, name) for name in ("image", "workdir", "user", "isolation")}
+    network = spec.network if isinstance(spec.network, str) else list(spec.network)
+    repo = asdict(spec.repo) if spec.repo is not None else None
+    return data | {"repo": repo, "setup": list(spec.setup), "env": dict(spec.env), "limits": asdict(spec.limits), "network": network}
+
+
+def spec_of(data: Mapping[str, Any]) -> EnvSpec:
+    repo = Repo(**data["repo"]) if data["repo"] is not None else None
+    network = data["network"] if isinstance(data["network"], str) else tuple(data["network"])
+    return EnvSpec(**{**data, "repo": repo, "setup": tuple(data["setup"]), "limits": Limits(**data["limits"]), "network": network})

@@ -1,0 +1,148 @@
+"""What an engine has in store: layers on disk, stages at hand, snapshots, and the shop in which missing stages are built."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from untax.channel.egress import Policy
+from untax.core.errors import UsageError
+from untax.core.root import ImageConfig
+from untax.core.spec import EnvSpec, Network, Repo, freeze_network
+from untax.core.stage import WORKDIR
+from untax.core.substrate import Layered
+from untax.ground import Ground
+from untax.grounds import Grounds
+from untax.leases import Request
+from untax.shelf import Shelf
+from untax.substrates._host import chosen_state_dir, ensure_private_dir, is_host_root
+from untax.workshop import Workshop
+
+if TYPE_CHECKING:
+    from untax.engine import Engine
+    from untax.layers.build import Prepared, RepoTree, Stages
+    from untax.layers.marks import Marks
+    from untax.layers.sources import Progress
+    from untax.layers.store import LayerStore
+
+_MIB = 1 << 20
+_ONE_USER = "user"
+
+
+class Warehouse:
+    def __init__(self, engine: Engine, state_dir: str | os.PathLike[str] | None, *, budget_mib: int | None, setup_network: Network) -> None:
+        if budget_mib is not None and (isinstance(budget_mib, bool) or not isinstance(budget_mib, int) or budget_mib < 1):
+            raise UsageError(f"store_budget_mib must be a whole number of MiB, or None, not {budget_mib!r}")
+        self._engine = engine
+        self._path = chosen_state_dir(None if state_dir is None else os.fsdecode(state_dir)) / "layers"
+        self._budget_bytes = None if budget_mib is None else budget_mib * _MIB
+        self._setup_network = freeze_network(setup_network)
+        Policy(self._setup_network)
+        self._grounds: Grounds | None = None
+        self._shelf: Shelf | None = None
+        self._plain: Stages | None = None
+        self._trees: dict[Repo, RepoTree] = {}
+        self._opened: LayerStore | None = None
+
+    async def start(self) -> None:
+        if isinstance(self._engine.substrate, Layered):
+            await self._open(self._engine.substrate.marks)
+
+    def close(self) -> None:
+        if self._shelf is not None:
+            self._shelf.close()
+        if self._grounds is not None:
+            self._grounds.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def is_layered(self) -> bool:
+        return self._shelf is not None
+
+    @property
+    def shelf(self) -> Shelf:
+        if self._shelf is None:
+            name = self._engine.substrate.name
+            raise UsageError(f"substrate {name!r} has no layers, so there are no snapshots on it; `untax doctor` lists the others")
+        return self._shelf
+
+    # ---- what leases begin with ----
+
+    def at_hand(self, request: Request) -> Ground | None:
+        """Held for the caller, when nothing has to be looked for."""
+        if request.ground is not None:
+            return request.ground.hold()
+        if self._grounds is None or request.snapshot is not None:
+            return None
+        return self._grounds.at_hand(request.spec)
+
+    async def find(self, request: Request) -> tuple[Ground, Mapping[str, float] | None]:
+        """Held for the caller, with the seconds that went into each stage that was missing; None when there was nothing to look for."""
+        if request.snapshot is not None:
+            return await self.shelf.ground(request.snapshot), None
+        assert self._grounds is not None
+        return await self._grounds.find(request.spec)
+
+    async def prepare(self, spec: EnvSpec, progress: Progress | None) -> Prepared:
+        if self._shelf is None or self._grounds is None:
+            raise UsageError(f"substrate {self._engine.substrate.name!r} has no layers: nothing can be built ahead of a lease")
+        return await self._grounds.prepare(spec, progress)
+
+    def forget(self, request: Request) -> None:
+        if self._grounds is not None and request.snapshot is None and request.ground is None:
+            self._grounds.forget(request.spec)
+
+    def bound(self, spec: EnvSpec, image: ImageConfig) -> EnvSpec:
+        """The spec with what its image wishes where it says nothing itself.
+
+        A repository lies where the spec says and commands begin there, so the image's directory counts only without one. Where
+        there is but one user id inside, the image's user cannot be had and the sandbox's own takes its place.
+        """
+        if spec.workdir is None and image.workdir is not None:
+            spec = replace(spec, workdir=image.workdir if spec.repo is None and image.workdir.startswith("/") else WORKDIR)
+        if spec.user is None and image.user:
+            spec = replace(spec, user=image.user.partition(":")[0] if self.has_users else _ONE_USER)
+        return spec
+
+    @property
+    def has_users(self) -> bool:
+        """Whether commands may be of several users inside, root among them: where the engine is not root there is but one id."""
+        return isinstance(self._engine.substrate, Layered) and self._engine.substrate.marks == "trusted"
+
+    # ---- where there are no layers ----
+
+    async def repository(self, repo: Repo) -> Path:
+        """The work tree of a repository at its commit, made once, to be copied into a sandbox that cannot stand on it."""
+        from untax.layers.build import Stages
+
+        if self._plain is None:
+            self._plain = Stages(await self._store("trusted" if is_host_root() else "user"))
+        found = self._trees.get(repo)
+        if found is None:
+            found = await self._plain.repo_tree(repo)
+            found = self._trees.setdefault(repo, found)  # whose pin lasts as long as the store is open
+        return found.path
+
+    # ---- inside ----
+
+    async def _open(self, marks: Marks) -> None:
+        from untax.layers.build import Stages
+
+        store = await self._store(marks)
+        self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network)))
+        self._shelf = Shelf(self._engine, self._grounds)
+
+    async def _store(self, marks: Marks) -> LayerStore:
+        from untax.layers.store import LayerStore
+
+        def opened() -> LayerStore:
+            ensure_private_dir(self._path.parent)
+            return LayerStore(self._path, marks=marks, budget_bytes=self._budget_bytes)
+
+        self._opened = await asyncio.to_thread(opened)
+        return self._opened

@@ -1,0 +1,74 @@
+"""Where missing stages are built: set-up commands in a sandbox of their own, and what they wrote, frozen."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from untax.core.errors import StageFailed
+from untax.core.root import Root
+from untax.core.spec import EnvSpec, FrozenEnv, Network
+from untax.core.substrate import Frozen
+from untax.ground import Ground
+from untax.leases import Request
+from untax.tenancy import SETUP_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from untax.box import Box
+    from untax.engine import Engine
+
+# What is kept of what the commands printed: of each its first and last bytes, of all of them the end.
+_LOG_OF_A_STEP = 64 << 10
+_LOG_TAIL = 64 << 10
+_BUILD_TTL_S = 24 * 3600.0
+
+
+class Workshop:
+    """Builds in boxes of its engine. As root inside where the engine is root, and under a network policy of its own."""
+
+    def __init__(self, engine: Engine, network: Network) -> None:
+        self._engine = engine
+        self._network = network
+
+    @contextlib.asynccontextmanager
+    async def build(self, root: Root, spec: EnvSpec, cache: Path) -> AsyncIterator[Frozen]:
+        """What the set-up commands of `spec` write over `root`, frozen for as long as the block lasts.
+
+        A command that fails is a `StageFailed` with the log; a sandbox that fails stays a `SubstrateError`.
+        """
+        box = await self._engine.fulfil(self._request(root, spec, cache))
+        try:
+            await self._run(box, spec)
+            frozen = await box.freeze()
+            try:
+                yield frozen
+            finally:
+                await frozen.discard()
+        finally:
+            await box.release()
+
+    def _request(self, root: Root, spec: EnvSpec, cache: Path) -> Request:
+        from untax.layers import deps
+
+        bare = replace(
+            spec,
+            repo=None,
+            setup=(),
+            env=FrozenEnv({**deps.ENV, **spec.env}),
+            user="root" if self._engine.warehouse.has_users else None,
+            network=self._network,
+        )
+        ground = Ground(root, (), len(root.layers), ())
+        return Request(bare, {}, None, _BUILD_TTL_S, ground=ground, cache=cache)
+
+    async def _run(self, box: Box, spec: EnvSpec) -> None:
+        log = bytearray()
+        for step in spec.setup:
+            result = await box.shell(step, timeout_s=SETUP_TIMEOUT_S, merge=True, cap=_LOG_OF_A_STEP)
+            log += b"$ " + step.encode(errors="replace") + b"\n" + result.stdout
+            del log[:-_LOG_TAIL]
+            if result.outcome != "exited" or result.exit_code != 0:
+                raise StageFailed("deps", f"set-up command {step!r}: {result.summary()}", bytes(log))
