@@ -13,6 +13,7 @@ import http.server
 import io
 import json
 import os
+import platform
 import shutil
 import signal
 import socket
@@ -34,6 +35,8 @@ USER, PASSWORD = "ali", "open sesame"
 HTPASSWD = "ali:$2b$04$sxSsLSPq78Qj2.mi52DhhuHAXnFf1rUYqXS6YPKv3lVmzJWO1u12m\n"
 _START_S = 20.0
 
+MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+"""This machine as images call it."""
 INDEX = "application/vnd.oci.image.index.v1+json"
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONFIG = "application/vnd.oci.image.config.v1+json"
@@ -74,7 +77,7 @@ class Image:
         return digest_of(self.manifest)
 
 
-def image(*layers: bytes, config: dict[str, object] | None = None, architecture: str = "amd64", squeeze: bool = True) -> Image:
+def image(*layers: bytes, config: dict[str, object] | None = None, architecture: str = MACHINE, squeeze: bool = True) -> Image:
     packed = [gzip.compress(one, 1, mtime=0) if squeeze else one for one in layers]
     said = json.dumps(
         {
@@ -103,7 +106,7 @@ def index(*entries: tuple[Image, dict[str, str]]) -> bytes:
             "schemaVersion": 2,
             "mediaType": INDEX,
             "manifests": [
-                {"mediaType": MANIFEST, "digest": one.digest, "size": len(one.manifest), "platform": platform} for one, platform in entries
+                {"mediaType": MANIFEST, "digest": one.digest, "size": len(one.manifest), "platform": where} for one, where in entries
             ],
         }
     ).encode()

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import platform
 import stat
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests import registries
-from tests.registries import auth_file, basic, cut_after, dripping, endless, image, index, instead, layer, silent, status
+from tests.registries import MACHINE, auth_file, basic, cut_after, dripping, endless, image, index, instead, layer, silent, status
 from tests.servers import make_certificate
 
 from untax.core.errors import StageFailed, StageUnavailable
@@ -24,7 +23,6 @@ from untax.layers.sources._reference import Platform, parse_remote
 from untax.layers.sources.registry import RegistryImage
 from untax.layers.store import LayerStore
 
-MACHINE = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
 QUICK = Patience(connect_s=2, answer_s=2, stall_s=0.5, attempts=4, first_wait_s=0.01, longest_wait_s=0.05, longest_asked_wait_s=5)
 BASE = layer({"etc/": None, "etc/os": b"tests\n", "etc/gone": b"x", "srv/": None, "srv/old": b"x"})
 TOP = layer({"etc/": None, "etc/.wh.gone": b"", "srv/": None, "srv/.wh..wh..opq": b"", "srv/new": b"new\n"})
@@ -81,7 +79,7 @@ def leftovers(store):
 
 async def test_an_image_of_a_real_registry_comes_with_its_layers_and_config(plain, store):
     """Layers in order, deletions as overlay's marks, the config as data; nothing is left in the downloads."""
-    pushed = image(BASE, TOP, config=CONFIG, architecture=MACHINE)
+    pushed = image(BASE, TOP, config=CONFIG)
     plain.push("team/tool", "v1", pushed)
     seen = []
     source = sources.find(f"registry:{plain.address}/team/tool:v1")
@@ -104,7 +102,7 @@ async def test_an_image_of_a_real_registry_comes_with_its_layers_and_config(plai
 
 
 async def test_a_list_of_images_gives_the_one_for_this_machine(plain, store):
-    ours, other = image(BASE, architecture=MACHINE), image(TOP, architecture="s390x")
+    ours, other = image(BASE), image(TOP, architecture="s390x")
     plain.push("many", "ours", ours)
     plain.push("many", "other", other)
     plain.push_index(
@@ -125,7 +123,7 @@ async def test_a_single_image_of_another_platform_is_refused(plain, store):
 
 
 async def test_an_image_by_digest_is_that_image_whatever_the_tag_says(plain, store):
-    first, second = image(BASE, architecture=MACHINE), image(TOP, architecture=MACHINE)
+    first, second = image(BASE), image(TOP)
     plain.push("pinned", "latest", first)
     plain.push("pinned", "latest", second)
     assert await named(f"{plain.address}/pinned@{first.digest}").identify() == sources.image_identity(first.config_digest)
@@ -133,7 +131,7 @@ async def test_an_image_by_digest_is_that_image_whatever_the_tag_says(plain, sto
 
 
 async def test_what_was_identified_is_what_is_fetched_though_the_tag_moves(plain, store):
-    first, second = image(BASE, architecture=MACHINE), image(TOP, architecture=MACHINE)
+    first, second = image(BASE), image(TOP)
     plain.push("moving", "latest", first)
     source = named(f"{plain.address}/moving")
     await source.identify()
@@ -151,7 +149,7 @@ async def test_a_registry_with_a_password_is_read_with_the_credentials_of_the_fi
     """With them it reads, without and with wrong ones it says what to do; no secret is in what it says (A15)."""
     with registries.registry(tmp_path / "registry", auth=registries.htpasswd(tmp_path / "auth")) as server:
         server.authorization = basic()
-        server.push("secret", "latest", image(BASE, architecture=MACHINE))
+        server.push("secret", "latest", image(BASE))
         with pytest.raises(StageFailed, match=r"no credentials for it.*REGISTRY_AUTH_FILE"):
             await named(f"{server.address}/secret").identify()
         monkeypatch.setenv("REGISTRY_AUTH_FILE", str(auth_file(tmp_path / "wrong.json", server.address, password="hunter2")))
@@ -168,7 +166,7 @@ async def test_a_registry_with_tokens_is_read_with_one_for_this_repository_only(
     with registries.token_service(tmp_path / "tokens") as service:
         with registries.registry(tmp_path / "registry", auth=service.section()) as server:
             server.authorization = "Bearer " + service.token(["repository:team/tool:pull,push"])
-            server.push("team/tool", "latest", image(BASE, TOP, architecture=MACHINE))
+            server.push("team/tool", "latest", image(BASE, TOP))
             with pytest.raises(StageFailed, match="no token for us"):
                 await named(f"{server.address}/team/tool").identify()
             monkeypatch.setenv("REGISTRY_AUTH_FILE", str(auth_file(tmp_path / "auth.json", server.address)))
@@ -185,7 +183,7 @@ async def test_a_refresh_token_is_exchanged(tmp_path, store, monkeypatch):
     with registries.token_service(tmp_path / "tokens") as service:
         with registries.registry(tmp_path / "registry", auth=service.section()) as server:
             server.authorization = "Bearer " + service.token(["repository:tool:pull,push"])
-            server.push("tool", "latest", image(BASE, architecture=MACHINE))
+            server.push("tool", "latest", image(BASE))
             path = auth_file(tmp_path / "auth.json", server.address, "<token>", "", identitytoken=service.refresh_token)
             monkeypatch.setenv("REGISTRY_AUTH_FILE", str(path))
             await named(f"{server.address}/tool").identify()
@@ -205,7 +203,7 @@ async def test_tls_is_spoken_where_the_registry_speaks_it_and_its_certificate_mu
 
 async def test_layers_that_another_image_brought_are_not_fetched_again(rogue, store):
     """Two images with one base: the base's blob goes over the wire once, and the store has it once."""
-    first, second = image(BASE, architecture=MACHINE), image(BASE, TOP, architecture=MACHINE)
+    first, second = image(BASE), image(BASE, TOP)
     rogue.hold("first", "latest", first)
     rogue.hold("second", "latest", second)
     one = await named(f"{rogue.address}/first").fetch(store, quiet)
@@ -226,7 +224,7 @@ def big(megabytes=3, seed=b"x"):
 
 @pytest.fixture
 def held(rogue):
-    made = image(big(), architecture=MACHINE)
+    made = image(big())
     rogue.hold("a", "latest", made)
     return made
 
@@ -365,7 +363,7 @@ async def test_x20_a_blob_without_end_is_refused_at_its_promised_size(rogue, hel
 
 
 async def test_a_layer_that_unpacks_to_something_else_than_its_config_says_is_refused(rogue, store):
-    made, other = image(BASE, architecture=MACHINE), image(TOP, architecture=MACHINE)
+    made, other = image(BASE), image(TOP)
     document = json.loads(made.manifest)
     document["layers"] = json.loads(other.manifest)["layers"]
     made.manifest = json.dumps(document).encode()
@@ -378,7 +376,7 @@ async def test_a_layer_that_unpacks_to_something_else_than_its_config_says_is_re
 
 
 async def test_blobs_come_several_at_a_time_and_no_more_than_four(rogue, store):
-    made = image(*(layer({f"f{n}": bytes([n])}) for n in range(12)), architecture=MACHINE)
+    made = image(*(layer({f"f{n}": bytes([n])}) for n in range(12)))
     rogue.hold("a", "latest", made)
     for at in range(12):
 
@@ -393,7 +391,7 @@ async def test_blobs_come_several_at_a_time_and_no_more_than_four(rogue, store):
 
 
 async def test_one_blob_that_fails_ends_the_others_and_is_what_is_told(rogue, store):
-    made = image(big(1, b"a"), big(1, b"b"), architecture=MACHINE)
+    made = image(big(1, b"a"), big(1, b"b"))
     rogue.hold("a", "latest", made)
     rogue.always[path_of(made, 0)] = silent(30)
     rogue.always[path_of(made, 1)] = status(403)
