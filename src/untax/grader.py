@@ -70,6 +70,8 @@ def _pattern(text: object) -> Pattern:
         raise UsageError(f"take: {text!r} must be relative to the working directory, without '.', '..' or empty parts")
     if any("**" in part and part != "**" for part in parts):
         raise UsageError(f"take: in {text!r}, '**' must be a part of its own")
+    if parts[-1] == "**":
+        parts.append("*")  # everything below, and not the directory itself
     return Pattern(text, tuple(None if part == "**" else _part(part) for part in parts))
 
 
@@ -104,9 +106,7 @@ def _matches(parts: tuple[re.Pattern[str] | None, ...], path: tuple[str, ...], *
         places = set(_after(parts, places, name))
         if not places:
             return False
-    if whole:
-        return any(at == len(parts) or all(part is None for part in parts[at:]) for at in places if at)
-    return any(at < len(parts) for at in places)
+    return any((at == len(parts)) is whole for at in places)
 
 
 def _after(parts: tuple[re.Pattern[str] | None, ...], places: set[int], name: str) -> Iterator[int]:

@@ -8,7 +8,7 @@ import pytest
 
 import untax
 import untax.sync
-from untax.testing import FakeSubstrate
+from untax.testing import FakeSubstrate, LayeredFake
 
 
 @pytest.fixture
@@ -115,3 +115,62 @@ def test_every_method_of_a_box_has_its_blocking_twin():
                 continue
             twin = getattr(theirs, name)
             assert list(inspect.signature(method).parameters) == list(inspect.signature(twin).parameters), name
+
+
+# ---- snapshots ----
+
+
+@pytest.fixture
+def layered(tmp_path):
+    (tmp_path / "image/workspace").mkdir(parents=True)
+    fake = LayeredFake(tmp_path / "fake")
+    with untax.sync.Engine(fake, state_dir=tmp_path / "state") as engine:
+        engine.spec = untax.EnvSpec(image=f"dir:{tmp_path}/image")
+        yield engine
+    assert not fake.live
+    assert not fake.frozen
+
+
+def test_snapshots_forks_and_graders_without_await(layered):
+    with layered.lease(layered.spec) as box:
+        box.write("src/a", b"1")
+        snapshot = box.snapshot()
+        with layered.fork(snapshot, 3, env={"N": "1"}) as group:
+            assert [one.read("src/a") for one in group] == [b"1"] * 3
+            group[0].write("src/b", b"2")
+            assert [change.path for change in group[0].diff() if change.kind == "added"] == ["/workspace/src/b"]
+            group[0].reset()
+            assert group[0].diff() == []
+            assert group[0].spec.env["N"] == "1"
+        with layered.grader(box) as clean:
+            assert clean.read("src/a") == b"1"
+        one = layered.restore(snapshot).get()
+        one.release()
+        with pytest.raises(untax.SubstrateUnavailable):
+            box.snapshot(live=True)
+    saved = snapshot.save()
+    assert snapshot.is_saved
+    snapshot.drop()
+    with pytest.raises(untax.UsageError):
+        layered.find_snapshot(saved)
+    assert layered.quarantined == ()
+    assert layered.prepare(layered.spec).built == {}
+
+
+def test_many_threads_fork_one_snapshot(layered):
+    with layered.lease(layered.spec) as box:
+        box.write("n", b"0")
+        snapshot = box.snapshot()
+    seen = []
+
+    def work(n):
+        with layered.fork(snapshot, 2) as group:
+            group[0].write("n", str(n).encode())
+            seen.append((group[0].read("n"), group[1].read("n")))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == [(str(n).encode(), b"0") for n in range(1, 9)]

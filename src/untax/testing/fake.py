@@ -343,7 +343,7 @@ class FakeCell:
         found = self._sandbox.files.stat(path)
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), b"?")
         target = self._sandbox.files.target(path).encode() if kind == b"l" else b""
-        facts = struct.pack("<IIIQq", found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
+        facts = struct.pack("<IIIQq", found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns or 0)
         return wire.blob(name.encode("utf-8", "surrogateescape")) + kind + facts + wire.blob(target)
 
     def _batch(self, request_id: int, reader: Reader) -> None:
