@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from untax.core.errors import StageUnavailable
-from untax.layers.export._tree import Item
+from untax.layers.export._tree import Item, Losses
 
 Write = Callable[[bytes], object]
 
@@ -23,12 +23,15 @@ _HARD_LINK = b"1"
 _PAX = b"x"
 _MOST_OCTAL_7 = 8**7 - 1
 _MOST_OCTAL_11 = 8**11 - 1
+VALUELESS = "without an extended attribute that has no value, which tar takes for none at all"
 
 
-def write_tar(items: Iterable[Item], write: Write, *, on_bytes: Callable[[int], None] | None = None) -> None:
+def write_tar(items: Iterable[Item], write: Write, losses: Losses, *, on_bytes: Callable[[int], None] | None = None) -> None:
     """The whole archive. A file whose size is no longer what it was is a `StageUnavailable`."""
     first_of: dict[object, bytes] = {}
     for item in items:
+        if b"" in item.xattrs.values():
+            losses.add(VALUELESS)
         if item.links is not None and item.links in first_of:
             # With its attributes once more: engines change the owner of a link they made, and the kernel drops capabilities then.
             write(_header(replace(item, size=0), _HARD_LINK, first_of[item.links]))
@@ -85,7 +88,8 @@ def _header(item: Item, kind: bytes, target: bytes) -> bytes:
         if number > _MOST_OCTAL_7:
             records[field] = b"%d" % number
     for attribute, value in sorted(item.xattrs.items()):
-        records[b"SCHILY.xattr." + os.fsencode(attribute)] = value
+        if value:
+            records[b"SCHILY.xattr." + os.fsencode(attribute)] = value
     short = _block(name, kind, item.mode, item.uid, item.gid, max(0, seconds), size, target)
     if not records:
         return short

@@ -21,6 +21,7 @@ from untax.layers.export import _tar
 from untax.layers.export._tree import USER_INSIDE, Item, Job, merged_items
 
 SQUASHFS_XATTRS = "without access lists, for which squashfs has no place"
+TOP_OWNER = "the top directory owned by root, because mksquashfs gives it to nobody else"
 CLOSED_XATTRS = "without capabilities or other attributes that only root may set"
 ROOT_MODE = "the top directory with mode 755, because this mke2fs gives it no other"
 
@@ -32,12 +33,13 @@ _SAID_AT_MOST = 2000  # bytes of a tool's own words
 
 
 def write_squashfs(job: Job, target: Path) -> None:
-    """Make the file `target`, which must not exist yet. The same bytes for the same layers and the same release of the tool."""
+    """Make the file `target`, which must not exist yet. Two of the same layers differ in one date: the tool puts its own on the top."""
     tool = _tool("mksquashfs", "squashfs-tools")
     top = next(_items(job.uncounted()))
-    of_the_top = ["-root-mode", f"{top.mode:o}", "-root-uid", str(top.uid), "-root-gid", str(top.gid), "-root-time", "0"]
+    if (top.uid, top.gid) != (0, 0):
+        job.losses.add(TOP_OWNER)  # there are options for it, which 4.5 takes and forgets
     packer = subprocess.Popen(
-        [tool, "-", target, "-tar", "-noappend", "-no-progress", "-quiet", "-mkfs-time", "0", *of_the_top],
+        [tool, "-", target, "-tar", "-noappend", "-no-progress", "-quiet", "-mkfs-time", "0", "-root-mode", f"{top.mode:o}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -47,7 +49,7 @@ def write_squashfs(job: Job, target: Path) -> None:
     assert packer.stdout is not None
     try:
         with suppress(BrokenPipeError):  # it says why, below
-            _tar.write_tar(_for_squashfs(job), packer.stdin.write, on_bytes=job.on_bytes)
+            _tar.write_tar(_for_squashfs(job), packer.stdin.write, job.losses, on_bytes=job.on_bytes)
             packer.stdin.close()
         said = packer.stdout.read()
         if packer.wait() != 0:

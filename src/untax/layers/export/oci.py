@@ -167,7 +167,7 @@ class _Archive:
         start = self._out.tell()
         self._out.write(bytes(_tar.BLOCK))  # for the header, which is known once the content is
         digested = _Digested(self._out.write)
-        _tar.write_tar(items(job.losses), digested.write, on_bytes=job.on_bytes)
+        _tar.write_tar(items(job.losses), digested.write, job.losses, on_bytes=job.on_bytes)
         blob = digested.blob()
         if blob.digest in self._blobs:
             self._out.seek(start)
@@ -183,14 +183,14 @@ class _Archive:
 
     def _add_measured(self, items: Items, job: Job) -> _Blob:
         measured = _Digested(len)
-        _tar.write_tar(items(job.losses), measured.write)
+        _tar.write_tar(items(job.losses), measured.write, job.losses)
         blob = measured.blob()
         if blob.digest in self._blobs:
             return blob
         self._blobs.add(blob.digest)
         self._out.write(_tar.plain_header(blob.member.encode(), blob.size))
         digested = _Digested(self._out.write)
-        _tar.write_tar(items(Losses()), digested.write, on_bytes=job.on_bytes)
+        _tar.write_tar(items(Losses()), digested.write, Losses(), on_bytes=job.on_bytes)
         if digested.blob() != blob:
             raise StageUnavailable("export", "the files changed while they were read; try again when nobody writes to them")
         self._out.write(_tar.padding(blob.size))
