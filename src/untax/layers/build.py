@@ -370,7 +370,7 @@ def _standing(root: Root, marks: Marks) -> Callable[[str], os.stat_result | None
     """What an image has at a path."""
 
     def look(path: str) -> os.stat_result | None:
-        found = lookup(root, path, marks=marks)
+        found = lookup(root, path, marks=marks) if root.layers or root.views else None
         return None if found is None else found.stat
 
     return look
