@@ -77,6 +77,7 @@ def _fill(root: Path) -> None:
         sparse.write(b"end")
     os.setxattr(data / "modes/plain", "user.note", b"\x00binary\xff")
     os.setxattr(data / "empty", "user.on-a-directory", b"1")
+    os.setxattr(data / "modes/600", "user.valueless", b"")
     if os.geteuid() == 0:
         for name, owner in (("owned", (1000, 1001)), ("owned-by-the-last", (65535, 65534))):
             (data / name).write_text(name)
@@ -84,7 +85,6 @@ def _fill(root: Path) -> None:
         os.chown(data / "links/relative", 1000, 1000, follow_symlinks=False)
         os.chown(data / "empty", 33, 33)
         os.setxattr(data / "hard", "security.capability", _CAPABILITY)
-        os.setxattr(data / "modes/640" if (data / "modes/640").exists() else data / "modes/600", "user.and", b"")
         (data / "listed").write_text("listed")
         (data / "listed").chmod(0o640)
         os.setxattr(data / "listed", "system.posix_acl_access", _ACL)
