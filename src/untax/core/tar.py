@@ -132,8 +132,10 @@ def components(name: bytes, *, deepest: int) -> list[bytes]:
     if name.startswith(b"/"):
         raise TarError("an absolute name in a tar stream")
     parts = [part for part in name.split(b"/") if part not in (b"", b".")]
-    if b".." in parts or b"\0" in name or len(parts) > deepest:
+    if b".." in parts or b"\0" in name:
         raise TarError("a name in a tar stream that leads out of it")
+    if len(parts) > deepest:
+        raise TarError(f"a name in a tar stream that goes more than {deepest} directories down")
     return parts
 
 
@@ -145,6 +147,8 @@ def sparse_entries(field: bytes) -> list[tuple[int, int]]:
     found = []
     for at in range(0, len(field) - 23, 24):
         if not field[at + 12 : at + 24].strip(b"\0"):
+            if field[at:].strip(b"\0"):
+                raise TarError("a sparse map with something behind its end")
             break
         found.append((number(field[at : at + 12]), number(field[at + 12 : at + 24])))
     return found

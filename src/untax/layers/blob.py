@@ -32,8 +32,8 @@ class Caps:
 
     bytes: int = 64 << 30
     entries: int = 1_000_000
-    ratio: int = 256
-    """Unpacked bytes for each one read; what text and programs reach is below 20."""
+    ratio: int = 100
+    """Unpacked bytes for each one read: programs reach 4, text 20, zeros by gzip 1000."""
     slack_bytes: int = 256 << 20
     """May be reached at any ratio: an archive of a few empty tables is not a bomb."""
     deepest: int = 128

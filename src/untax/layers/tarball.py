@@ -17,8 +17,9 @@ FILE, HARD_LINK, LINK, CHARACTER, BLOCK_DEVICE, DIRECTORY, FIFO = b"0", b"1", b"
 _PLAIN_FILES = (b"0", b"\0", b"7")
 _LONG_NAME, _LONG_TARGET, _SPARSE, _LABEL = b"L", b"K", b"S", b"V"
 _LONGEST_PATH = 4096  # PATH_MAX: a longer one could not be named by any program inside
-_TIMES = 1 << 40  # seconds from 1970 either way; file systems end long before
+_TIMES = (1 << 40) * 10**9  # nanoseconds from 1970 either way; file systems end long before
 _ATTRIBUTE = b"SCHILY.xattr."
+_REPEATED = (b"GNU.sparse.offset", b"GNU.sparse.numbytes")
 # For every entry that follows: only what is harmless when a reader overlooks it.
 _GLOBAL = (b"comment", b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"charset", b"hdrcharset")
 
@@ -152,45 +153,48 @@ class Tarball:
     # ---- one entry ----
 
     def _entry(self, header: Header) -> Entry:
-        records, self._extended = self._extended or [], None
-        long, self._long = self._long, {}
-        keys = [key for key, _ in records if key not in (b"GNU.sparse.offset", b"GNU.sparse.numbytes")]
-        if len(set(keys)) != len(keys):
-            raise TarError("an extended header that says one thing twice")
-        values = {**self._global, **dict(records)}
-        name, target = header.name, header.target
-        for field_name, letter, old in ((b"path", _LONG_NAME, name), (b"linkpath", _LONG_TARGET, target)):
-            if letter in long and field_name in values:
-                raise TarError("two long names for one entry")
-            text = values.get(field_name, long.get(letter, old))
-            if len(text) >= _LONGEST_PATH or b"\0" in text or (field_name in values and not text):
-                raise TarError(f"a {field_name.decode()} that is none")
-            name, target = (text, target) if letter == _LONG_NAME else (name, text)
-        stored = tar.decimal(values[b"size"]) if b"size" in values else header.size
-        seconds = tar.nanoseconds(values[b"mtime"]) if b"mtime" in values else header.mtime * 10**9
-        if abs(seconds) > _TIMES * 10**9:
-            raise TarError("a time that no clock reaches")
+        kind, size = header.kind, header.size
+        device = header.device if kind in (CHARACTER, BLOCK_DEVICE) else (0, 0)
         entry = Entry(
-            name,
-            _kind(header.kind, name),
-            header.mode & 0o7777,
-            tar.decimal(values[b"uid"]) if b"uid" in values else header.uid,
-            tar.decimal(values[b"gid"]) if b"gid" in values else header.gid,
-            stored,
-            seconds,
-            target,
-            header.device if header.kind in (CHARACTER, BLOCK_DEVICE) else (0, 0),
-            stored,
-            attributes=[(key[len(_ATTRIBUTE) :], value) for key, value in records if key.startswith(_ATTRIBUTE)],
+            header.name, kind, header.mode & 0o7777, header.uid, header.gid, size, header.mtime * 10**9, header.target, device, size
         )
-        if entry.kind != FILE and stored:
+        records, values = self._extend(entry) if self._extended is not None or self._long or self._global else ([], self._global)
+        if not -_TIMES <= entry.mtime_ns <= _TIMES:
+            raise TarError("a time that no clock reaches")
+        entry.kind = _kind(kind, entry.name)
+        if entry.kind != FILE and entry.stored:
             raise TarError("contents where there can be none")  # some readers would skip them and some would not
-        self._begin(stored)
-        if header.kind == _SPARSE:
+        self._begin(entry.stored)
+        if kind == _SPARSE:
             self._old_sparse(header, entry)
         elif any(key.startswith(b"GNU.sparse.") for key in values):
             self._extended_sparse(entry, records, values)
         return entry
+
+    def _extend(self, entry: Entry) -> tuple[list[tuple[bytes, bytes]], dict[bytes, bytes]]:
+        """Replace what the headers before this one say better."""
+        records, self._extended = self._extended or [], None
+        long, self._long = self._long, {}
+        keys = [key for key, _ in records if key not in _REPEATED]
+        if len(set(keys)) != len(keys):
+            raise TarError("an extended header that says one thing twice")
+        values = {**self._global, **dict(records)}
+        if (_LONG_NAME in long and b"path" in values) or (_LONG_TARGET in long and b"linkpath" in values):
+            raise TarError("two long names for one entry")
+        entry.name = _path(values.get(b"path", long.get(_LONG_NAME, entry.name)))
+        target = values.get(b"linkpath", long.get(_LONG_TARGET))
+        if target is not None:
+            entry.target = _path(target)
+        if b"size" in values:
+            entry.size = entry.stored = tar.decimal(values[b"size"])
+        if b"mtime" in values:
+            entry.mtime_ns = tar.nanoseconds(values[b"mtime"])
+        if b"uid" in values:
+            entry.uid = tar.decimal(values[b"uid"])
+        if b"gid" in values:
+            entry.gid = tar.decimal(values[b"gid"])
+        entry.attributes = [(key[len(_ATTRIBUTE) :], value) for key, value in records if key.startswith(_ATTRIBUTE)]
+        return records, values
 
     # ---- sparse files ----
 
@@ -212,9 +216,7 @@ class Tarball:
         if real is None:
             raise TarError("a sparse file without its size")
         entry.size = tar.decimal(real)
-        entry.name = values.get(b"GNU.sparse.name", entry.name)
-        if not entry.name or len(entry.name) >= _LONGEST_PATH or b"\0" in entry.name:
-            raise TarError("a path that is none")
+        entry.name = _path(values.get(b"GNU.sparse.name", entry.name))
         if version == (b"1", b"0"):
             numbers = self._numbers(entry)
         elif b"GNU.sparse.map" in values:
@@ -252,6 +254,12 @@ class Tarball:
     def _set_pieces(self, entry: Entry, pieces: list[tuple[int, int]]) -> None:
         tar.check_sparse(pieces, stored=entry.stored, whole=entry.size)
         entry.pieces = [piece for piece in pieces if piece[1]]
+
+
+def _path(value: bytes) -> bytes:
+    if not value or len(value) >= _LONGEST_PATH or b"\0" in value:
+        raise TarError("a path that is none")
+    return value
 
 
 def _kind(letter: bytes, name: bytes) -> bytes:

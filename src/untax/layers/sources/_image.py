@@ -68,4 +68,6 @@ def put_image(
                 placed[published.id] = published.tree
         done += layer.size
         notes += [f"left out of layer {number}: {note}" for note in found.notes]
+    if not placed:
+        raise StageFailed("image", f"{what}: there is nothing in it")
     return Fetched(tuple(placed), config.config, tuple(notes[:1000]))

@@ -78,7 +78,7 @@ class RootArchive:
         return await in_thread(lambda stop: self._unpack(store, note, stop))
 
     def _hash(self, stop: Stop) -> str:
-        with _open_file(self._path) as file:
+        with _open_file(self._path) as file, _told(self._path):
             return _remember(("tar", *_which(file)), lambda: _sha256(file, stop))
 
     def _unpack(self, store: LayerStore, progress: Progress, stop: Stop) -> Fetched:
@@ -129,13 +129,13 @@ class _Packaged:
         if os.path.isdir(path):
             with _Directory(path) as folder:
                 return self._image(folder, wanted).config.digest
-        with _open_file(path) as file:
+        with _open_file(path) as file, _told(path):
             key = (self.scheme, *_which(file), wanted)
             return _remember(key, lambda: self._image(_look_through(file, path, stop), wanted).config.digest)
 
     def _put(self, store: LayerStore, progress: Progress, stop: Stop) -> Fetched:
         path, wanted = _split(self._name, self.scheme)
-        with contextlib.ExitStack() as open_files:
+        with _told(path), contextlib.ExitStack() as open_files:
             if os.path.isdir(path):
                 folder: _Folder = open_files.enter_context(_Directory(path))
             else:
@@ -498,6 +498,15 @@ def _open_file(path: str) -> BinaryIO:
         os.close(fd)
         raise UsageError(f"image {path!r}: it is not a file")
     return open(fd, "rb", buffering=0)
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    """What the disk, or whatever else lies behind a path, refuses to give."""
+    try:
+        yield
+    except OSError as exc:
+        raise StageUnavailable("image", f"{path}: it cannot be read: {exc.strerror}") from exc
 
 
 def _which(file: BinaryIO) -> tuple[int, ...]:

@@ -47,7 +47,10 @@ class DirectoryImage:
 
     def _require(self) -> str:
         """The directory, as every link on the way to it has it."""
-        path = os.path.realpath(self._path)
+        try:
+            path = os.path.realpath(self._path)
+        except OSError as exc:  # some links of /proc can be read and not followed
+            raise UsageError(f"image {f'dir:{self._path}'!r}: {exc.strerror}") from exc
         if not os.path.isdir(path):
             raise UsageError(f"image {f'dir:{self._path}'!r}: there is no such directory")
         if path == "/" or path in _NO_IMAGES or path.startswith(tuple(f"{place}/" for place in _KERNEL_OWN)):
