@@ -86,14 +86,20 @@ class Launcher:
                 cwd="/",
                 start_new_session=True,
             )
+            self._pidfd = os.pidfd_open(self._process.pid)
         except OSError as exc:
             ours.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
             raise BackendError("", f"the launcher cannot be started: {exc.strerror}") from exc
         finally:
             its.close()
         ours.setblocking(False)
         self._sock = ours
         self._loop.add_reader(ours.fileno(), self._readable)
+        self._loop.add_reader(self._pidfd, self._died)
 
     async def request(self, op: int, fields: bytes) -> Answer:
         """The answer; `LauncherRefused` when it is no, `BackendError` when the launcher is gone."""
@@ -133,23 +139,30 @@ class Launcher:
             self._unsent.popleft()
         self._loop.remove_writer(self._sock.fileno())
 
-    def _readable(self) -> None:
+    def _died(self) -> None:
+        """Nobody else will answer, though a child that it had only just made may hold its end of the socket open."""
+        while self._over is None and self._readable():
+            pass  # what it had still said
+        self._lose()
+
+    def _readable(self) -> bool:
+        """Take one packet; False when there is none."""
         try:
             packet, control, _, _ = self._sock.recvmsg(_PACKET, _FD_SPACE, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             packet, control = b"", []
         if not packet:
             self._lose()
-            return
+            return False
         fd = struct.unpack_from("i", control[0][2])[0] if control else None
         number, status = _ANSWER.unpack_from(packet)
         fields = packet[_ANSWER.size :]
         if status == 2:
             handle, failed = struct.unpack_from("<IB", fields)
             self._on_death(handle, _refusal(fields[5:]) if failed else None)
-            return
+            return True
         future = self._pending.pop(number, None)
         if future is None or future.done():
             if fd is not None:
@@ -158,6 +171,7 @@ class Launcher:
             future.set_result(Answer(fields, fd))
         else:
             future.set_exception(_refusal(fields))
+        return True
 
     def _lose(self) -> None:
         if self._over is None:
@@ -165,6 +179,8 @@ class Launcher:
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
             self._sock.close()
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(BackendError("", self._over))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from untax.core.errors import BackendError, CreateError, SubstrateUnavailable, UsageError
-from untax.core.root import Root, View
+from untax.core.root import Root
 from untax.core.spec import EnvSpec
 from untax.core.stage import WORKDIR
 from untax.core.substrate import Unenforced
@@ -35,7 +35,6 @@ from untax.substrates._host import (
     remove_tree,
     sweep,
 )
-from untax.substrates._host_image import HostImage, host_image
 from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all
 from untax.substrates._namespace_host import Host, read_number, remedy, unenforced, userns_reason
 from untax.substrates._namespace_layers import FrozenLayers
@@ -68,7 +67,6 @@ class NamespaceSubstrate:
         self._launcher: Launcher | None = None
         self._ranges: RangeClaim | None = None
         self._image: Claim | None = None
-        self._host_image: HostImage | None = None
         self._live: dict[int, NamespaceSandbox] = {}
         self._sweeping: asyncio.Task[None] | None = None
         self.host: Host | None = None  # once started
@@ -178,10 +176,11 @@ class NamespaceSubstrate:
         return "trusted" if is_host_root() else "user"
 
     async def create(self, spec: EnvSpec) -> NamespaceSandbox:
-        if spec.image.startswith("dir:"):
-            # In a thread: a directory on a file system that does not answer must hold up nobody but this caller.
-            return await self.create_on(spec, await asyncio.to_thread(self._image_of, spec.image))
-        return await self.create_on(spec, self._image_of(spec.image))
+        """Over a directory that is a root file system as it stands; other images are layers, and an engine knows theirs."""
+        scheme, _, directory = spec.image.partition(":")
+        if scheme != "dir" or not os.path.isabs(directory):
+            raise UsageError(f"image {spec.image!r}: without an engine's layers only 'dir:/path' can be used")
+        return await self.create_on(spec, Root((directory,)))
 
     async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> NamespaceSandbox:
         launcher = self._launcher
@@ -233,26 +232,6 @@ class NamespaceSubstrate:
         self._live[handle] = sandbox
         self._layers.hold(root)
         return sandbox
-
-    def _image_of(self, image: str) -> Root:
-        if image == "host":
-            if self._host_image is None or not os.path.isdir(self._host_image.skeleton):
-                images = self._root / "images"
-                ensure_private_dir(images)
-                try:
-                    self._host_image = host_image(images)
-                except OSError as exc:
-                    raise BackendError("", f"the image 'host' cannot be prepared in {images}: {exc.strerror}; {remedy(exc.errno)}") from exc
-            found = self._host_image
-            return Root((found.skeleton,), tuple(View(*view) for view in found.views), path=found.path)
-        if image.startswith("dir:"):
-            directory = image[len("dir:") :]
-            if not os.path.isabs(directory):
-                raise UsageError(f"image {image!r}: give the directory by an absolute path")
-            if not os.path.isdir(directory):
-                raise UsageError(f"image {image!r}: there is no such directory")
-            return Root((directory,))
-        raise UsageError(f"image {image!r} is not known here; use 'host' or 'dir:/path/to/a/root/file/system'")
 
     def _on_death(self, handle: int, failure: LauncherRefused | None) -> None:
         sandbox = self._live.pop(handle, None)
