@@ -343,6 +343,8 @@ static int write_below(int dir, const char *id, const char *rest, const char *te
     return io_write_file(dir, path, text);
 }
 
+int cg_box_dir(const char *id) { return trees[T_UNIFIED].own < 0 ? -1 : openat(trees[T_UNIFIED].own, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
+
 int cg_box_freeze(const char *id, bool on) {
     if (!(abilities & CG_FREEZE)) {
         errno = EOPNOTSUPP;

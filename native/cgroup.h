@@ -43,6 +43,8 @@ int cg_join(const int *fds, int count);
 struct k_clone_args;
 // clone3 into that group of the v2 tree; `group` -1: the caller's own. As fork otherwise.
 pid_t cg_clone(struct k_clone_args *args, int group);
+// The workload's directory in the v2 tree; -1: there is none.
+int cg_box_dir(const char *id);
 int cg_box_freeze(const char *id, bool on);
 void cg_box_kill(const char *id);      // everything in it, where the tree can
 bool cg_box_remove(const char *id);    // false: something is still inside

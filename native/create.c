@@ -61,7 +61,7 @@ static int prepare(struct plan *p, struct create *c, const char **step) {
 }
 
 // In order, as many at a time as a message takes.
-static int send_mounts(int control, int root, const struct view *views, size_t count) {
+int launcher_send_mounts(int control, int root, const struct view *views, size_t count) {
     int fds[FDS_MAX] = {root};
     size_t n = 1;
     for (size_t i = 0;; i++) {
@@ -75,18 +75,19 @@ static int send_mounts(int control, int root, const struct view *views, size_t c
 }
 
 // The overlays, made while the child makes what needs no launcher.
-static int furnish(const struct plan *p, struct create *c, const struct box *b, const char **step) {
+static int furnish(const struct plan *p, struct create *c, struct box *b, const char **step) {
     struct disk_box disk;
     struct view views[VIEWS_MAX];
     size_t count;
     int root;
     *step = "upper directory";
     if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
-    int failed = layout_mount(&c->layout, NULL, &p->slot, &disk, &root, views, &count, step);
+    int failed = layout_mount(&c->layout, false, &p->slot, &disk, &root, views, &count, step);
+    if (!failed) b->print = launcher_print(&c->layout, disk.dir);
     disk_box_close(&disk);
     if (failed) return -1;
     *step = "mounts";
-    failed = send_mounts(b->control, root, views, count);
+    failed = launcher_send_mounts(b->control, root, views, count);
     int error = errno;
     close(root);
     while (count) close(views[--count].mount);
@@ -156,6 +157,7 @@ void launcher_create(uint32_t seq, struct rd *r) {
     strcpy(b->disk, c.id);
     b->layout = c.layout;
     b->in_memory = c.in_memory;
+    b->pid = pid;
     b->slot = p.slot;
     b->handle = ++L.generation << RANGE_BITS | p.slot.range;
     L.boxes[p.slot.range] = b;

@@ -19,6 +19,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "copytree.h"
 #include "io.h"
 #include "kernel.h"
 #include "mounts.h"
@@ -272,6 +273,27 @@ int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, s
     errno = error;
     return -1;
 }
+
+static int snapshot_subvolume(int from, const char *copy) {
+    struct btrfs_ioctl_vol_args_v2 args = {.fd = from};
+    snprintf(args.name, sizeof args.name, "%s", copy);
+    return ioctl(disk.boxes, BTRFS_IOC_SNAP_CREATE_V2, &args);
+}
+
+int disk_clone(const char *id, const char *copy) {
+    autoclose int from = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (from < 0) return -1;
+    if ((disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) && is_btrfs(from) && !snapshot_subvolume(from, copy)) return 0;
+    if (mkdirat(disk.boxes, copy, 0700)) return -1;
+    autoclose int to = openat(disk.boxes, copy, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (to < 0 || mkdirat(to, "upper", 0700) || mkdirat(to, "links", 0700)) return -1;
+    autoclose int upper = openat(from, "upper", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    autoclose int copied = openat(to, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC), links = openat(to, "links", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (upper < 0 || copied < 0 || links < 0 || copy_tree(upper, copied, links)) return -1;
+    return unlinkat(to, "links", AT_REMOVEDIR);
+}
+
+int disk_peek(const char *path) { return openat(disk.boxes, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); }
 
 void disk_box_close(struct disk_box *box) { io_close(&box->dir); }
 

@@ -82,6 +82,15 @@ bool launcher_entering(void) {
     return entries_used;
 }
 
+bool launcher_is_entering(uint32_t handle) {
+    for (size_t i = 0, seen = 0; seen < entries_used; i++) {
+        if (!entries[i].pid) continue;
+        if (entries[i].handle == handle) return true;
+        seen++;
+    }
+    return false;
+}
+
 // 0, or -1 with errno. `name` belongs to the entry from then on.
 static int start(uint32_t seq, const struct box *b, const char *user, char *name) {
     size_t i = 0;

@@ -6,6 +6,10 @@
 //   DESTROY  u32 handle       answered when everything is gone
 //   ENTER    u32 handle, bytes user, bytes name  what the agent shall know it by; empty: the default
 //   FREEZE   u32 handle, u8 on
+//   SNAPSHOT u32 handle, bytes fresh  a name for what is made: the upper directory it goes on with, or a copy. Answer: u8 how (0 swapped, 1 copied),
+//            u64 ns for which everything stood still, bytes name of the layer
+//   DROP_LAYER bytes name     of a layer on which nobody stands any more
+//   PRISTINE u32 handle       answer: u8 whether nothing has been done in it
 //   SWEEP    bytes run        remove what a dead engine of that name left in the control groups
 // Answers: u32 seq, u8 status; status 0 and fields, or 1, bytes step, i32 errno. With seq 0 and status 2: u32 handle died, u8 had_failed, bytes step, i32 errno.
 #define _GNU_SOURCE
@@ -42,12 +46,10 @@
 #define QUIET_MS 3           // slots are prepared when nothing has happened for so long: a sandbox just made has the CPU first
 #define RETRY_MS 50          // a control group whose last process is still going
 
-enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP };
-
 struct launcher L;  // set up by launcher_main: an initialiser would put all of it into the file
 
 // What an epoll event is about: the engine, a box's pidfd or status pipe, or the status pipe of a worker that enters one.
-enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS, SRC_ENTRY };
+enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS, SRC_ENTRY, SRC_SNAPSHOT };
 static uint64_t tag(enum source s, uint32_t handle) { return (uint64_t)s << 32 | handle; }
 
 static void watch(int fd, uint64_t what) {
@@ -101,6 +103,7 @@ void launcher_watch(struct box *b) {
     watch(b->status, tag(SRC_STATUS, b->handle));
 }
 void launcher_watch_entry(int fd, uint32_t index) { watch(fd, tag(SRC_ENTRY, index)); }
+void launcher_watch_snapshot(int fd, uint32_t index) { watch(fd, tag(SRC_SNAPSHOT, index)); }
 
 // ---- ending ----
 
@@ -151,6 +154,12 @@ static void end_box(struct box *b) {
     k_pidfd_send_signal(b->pidfd, SIGKILL);
 }
 
+void launcher_end(struct box *b) {
+    launcher_abandon(b->handle);
+    cg_box_freeze(b->id, false);
+    end_box(b);
+}
+
 static void on_destroy(uint32_t seq, struct rd *r) {
     struct box *b = launcher_find(rd_u32(r));
     if (!b) {
@@ -158,8 +167,7 @@ static void on_destroy(uint32_t seq, struct rd *r) {
         return;
     }
     b->destroy_seq = seq;
-    cg_box_freeze(b->id, false);
-    end_box(b);
+    launcher_end(b);
 }
 
 // ---- the other requests ----
@@ -251,19 +259,17 @@ static void on_config(uint32_t seq, struct rd *r) {
     free(run), free(dir), free(image), free(layers);
 }
 
-// False: the engine is gone.
-static bool on_packet(void) {
-    static uint8_t packet[PACKET_MAX];
-    ssize_t n;
-    do n = recv(L.engine, packet, sizeof packet, 0);
-    while (n < 0 && errno == EINTR);
-    if (n <= 0) return n < 0 && errno == EAGAIN;
-    struct rd r = rd_of(packet, (size_t)n);
+void launcher_packet(const uint8_t *packet, size_t size) {
+    struct rd r = rd_of(packet, size);
     uint32_t seq = rd_u32(&r);
     uint8_t op = rd_u8(&r);
     if (op != OP_CONFIG && !L.ready) {
         launcher_refuse(seq, "not configured", EINVAL);
-        return true;
+        return;
+    }
+    if (op == OP_ENTER || op == OP_FREEZE || op == OP_SNAPSHOT || op == OP_PRISTINE) {
+        struct rd about = r;
+        if (launcher_defer(rd_u32(&about), packet, size)) return;
     }
     switch (op) {
     case OP_CONFIG: on_config(seq, &r); break;
@@ -272,8 +278,21 @@ static bool on_packet(void) {
     case OP_ENTER: launcher_enter(seq, &r); break;
     case OP_FREEZE: on_freeze(seq, &r); break;
     case OP_SWEEP: on_sweep(seq, &r); break;
+    case OP_SNAPSHOT: launcher_snapshot(seq, &r); break;
+    case OP_DROP_LAYER: launcher_drop_layer(seq, &r); break;
+    case OP_PRISTINE: launcher_pristine(seq, &r); break;
     default: launcher_refuse(seq, "request", EINVAL);
     }
+}
+
+// False: the engine is gone.
+static bool on_packet(void) {
+    static uint8_t packet[PACKET_MAX];
+    ssize_t n;
+    do n = recv(L.engine, packet, sizeof packet, 0);
+    while (n < 0 && errno == EINTR);
+    if (n <= 0) return n < 0 && errno == EAGAIN;
+    launcher_packet(packet, (size_t)n);
     return true;
 }
 
@@ -294,7 +313,7 @@ static int on_quiet(void) {
     retry_leftovers();
     sweep_trash();
     if (slots_prepare()) return 0;
-    return launcher_entering() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
+    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
 }
 
 // How many there were; -1: the engine is gone.
@@ -316,6 +335,7 @@ static int take_events(int wait_ms) {
             if (b && b->status >= 0) on_status(b);
             break;
         case SRC_ENTRY: launcher_entered(which); break;
+        case SRC_SNAPSHOT: launcher_snapshot_said(which); break;
         }
     }
     return n;
@@ -325,6 +345,7 @@ static void serve(void) {
     int wait_ms = -1, n;
     while ((n = take_events(wait_ms)) >= 0) {
         launcher_entering();
+        launcher_snapshotting();
         // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
         if (L.buried && n < 2) slots_prepare();
         L.buried = false;

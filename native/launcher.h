@@ -16,14 +16,18 @@
 #define RANGE_BITS 12  // a handle is a generation and the sandbox's range
 #define ID_MAX 64
 
+enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP, OP_SNAPSHOT, OP_DROP_LAYER, OP_PRISTINE };
+
 struct box {
     uint32_t handle;
     char id[ID_MAX];
     char disk[ID_MAX];  // under which name its upper directory lies; its id until a snapshot put another on top
     char *workdir;
     struct layout layout;
+    uint64_t print;     // of its upper directory as it was made; 0: unknown, or no longer so
     bool in_memory;
     struct slot slot;
+    pid_t pid;          // of its first process
     int pidfd, control, status;
     uint64_t disk_bytes;
     uint32_t pids;
@@ -54,6 +58,8 @@ struct box *launcher_find(uint32_t handle);
 void launcher_watch(struct box *b);
 void launcher_watch_entry(int fd, uint32_t index);
 void launcher_free(struct box *b);
+// Ends it; its death is told, unless somebody waits for it.
+void launcher_end(struct box *b);
 // A NUL-terminated copy; the caller frees.
 char *launcher_text(struct span s);
 // Letters, digits and hyphens: an id becomes a directory, a control group and a host name.
@@ -62,9 +68,28 @@ bool launcher_valid_id(struct span s);
 // In create.c: answers with a handle, the first process and its channel, or with the step that failed.
 void launcher_create(uint32_t seq, struct rd *r);
 
+// The root and the views, as descriptors, to whoever mounts them. 0, or -1 with errno.
+int launcher_send_mounts(int control, int root, const struct view *views, size_t count);
+
 // In enter.c: answers when the worker stands and its agent has been told, with the step that failed, or after a while.
 void launcher_enter(uint32_t seq, struct rd *r);
 void launcher_entered(uint32_t index);  // its status pipe is readable
 bool launcher_entering(void);           // true while any are on their way; gives up on those that take too long
+bool launcher_is_entering(uint32_t handle);
+
+// In snapshot.c: answers when the snapshot is taken, with how, how long everything stood still, and under which name the layer lies.
+void launcher_snapshot(uint32_t seq, struct rd *r);
+void launcher_snapshot_said(uint32_t index);  // its socket is readable
+void launcher_watch_snapshot(int fd, uint32_t index);
+void launcher_abandon(uint32_t handle);       // the sandbox is to end: so is a snapshot of it
+void launcher_drop_layer(uint32_t seq, struct rd *r);
+// Keeps a request about a sandbox for when its snapshot is taken. False: none is, or there is no memory.
+bool launcher_defer(uint32_t handle, const uint8_t *packet, size_t size);
+bool launcher_snapshotting(void);             // true while any are taken; ends those that take too long, and hands out what has waited
+void launcher_packet(const uint8_t *packet, size_t size);
+
+// In pristine.c.
+uint64_t launcher_print(const struct layout *l, int disk);
+void launcher_pristine(uint32_t seq, struct rd *r);
 
 #endif

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "copytree.h"
 #include "io.h"
 #include "kernel.h"
 #include "launcher.h"
@@ -18,6 +19,7 @@
 static const char *bases[GROUPS_MAX];
 
 void layout_bases(const char *boxes, const char *layers) { bases[0] = boxes, bases[1] = layers; }
+const char *layout_boxes(void) { return bases[0]; }
 
 // ---- reading ----
 
@@ -60,7 +62,27 @@ bool layout_parse(struct layout *l, struct rd *r) {
     return true;
 }
 
+bool layout_push(struct layout *l, const char *directory) {
+    const char **lowers = calloc(l->lower_count + 1 + l->dir_count, sizeof *lowers), *copy = strdup(directory);
+    if (!lowers || !copy) {
+        free(lowers), free((char *)(uintptr_t)copy);
+        return false;
+    }
+    lowers[0] = copy;
+    memcpy(lowers + 1, l->lowers, (l->lower_count + l->dir_count) * sizeof *lowers);
+    free(l->lowers);
+    l->lowers = lowers, l->dirs = lowers + ++l->lower_count, l->pushed++;
+    return true;
+}
+
+void layout_pop(struct layout *l) {
+    free((char *)(uintptr_t)l->lowers[0]);
+    memmove(l->lowers, l->lowers + 1, (--l->lower_count + l->dir_count) * sizeof *l->lowers);
+    l->dirs = l->lowers + l->lower_count, l->pushed--;
+}
+
 void layout_free(struct layout *l) {
+    while (l->pushed) layout_pop(l);
     free(l->text);
     free(l->lowers);
     *l = (struct layout){0};
@@ -109,6 +131,39 @@ static int fill_upper(int upper, const struct layout *l, struct owner owner) {
     for (uint32_t i = 0; i < l->place_count; i++)
         if (make_path(upper, l->places[i], owner.root, owner.root)) return -1;
     return 0;
+}
+
+static int open_beneath(int dir, const char *path, int flags) {
+    struct k_open_how how = {.flags = (uint64_t)(flags | O_DIRECTORY | O_CLOEXEC), .resolve = K_RESOLVE_BENEATH | K_RESOLVE_NO_SYMLINKS};
+    return k_openat2(dir, *path ? path : ".", &how);
+}
+
+// A directory and all above it, as they are in `like`. With `dressed` they are there already, and get their attributes: later, for making one changes the other.
+static int repeat_path(int upper, int like, const char *path, bool dressed) {
+    char text[4096];
+    strcpy(text, path + strspn(path, "/"));  // it has been made before
+    for (char *slash = text; slash; ) {
+        slash = strchr(slash, '/');
+        if (slash) *slash = 0;
+        if (!dressed) {
+            if (mkdirat(upper, text, 0700) && errno != EEXIST) return -1;
+        } else {
+            autoclose int from = open_beneath(like, text, O_RDONLY), to = open_beneath(upper, text, O_RDONLY);
+            if (from < 0 || to < 0 || copy_attributes(from, to, false)) return -1;
+        }
+        if (slash) *slash++ = '/';
+    }
+    return 0;
+}
+
+// Over a frozen upper directory of its own a fresh one is empty, but for where views have their part of it.
+static int repeat_upper(int upper, const struct layout *l) {
+    autoclose int like = open(l->lowers[0], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (like < 0) return -1;
+    for (int dressed = 0; dressed < 2; dressed++)
+        for (uint32_t i = 0; i < l->view_count; i++)
+            if (repeat_path(upper, like, l->places[i], dressed)) return -1;
+    return copy_attributes(like, upper, false);
 }
 
 // A place where a view begins looks as it does in the uppermost directory below it.
@@ -162,11 +217,6 @@ static int shift(struct shifted *s, int dir) {
     return seen < 0 && cannot_shift(errno) ? fcntl(dir, F_DUPFD_CLOEXEC, 3) : seen;
 }
 
-static int open_beneath(int dir, const char *path) {
-    struct k_open_how how = {.flags = O_PATH | O_DIRECTORY | O_CLOEXEC, .resolve = K_RESOLVE_BENEATH | K_RESOLVE_NO_SYMLINKS};
-    return k_openat2(dir, *path ? path : ".", &how);
-}
-
 static int open_layer(struct shifted *s, const char *path) {
     for (int i = 0; s->userns >= 0 && i < GROUPS_MAX; i++) {
         size_t n = bases[i] ? strlen(bases[i]) : 0;
@@ -175,7 +225,9 @@ static int open_layer(struct shifted *s, const char *path) {
             autoclose int base = open(bases[i], O_PATH | O_DIRECTORY | O_CLOEXEC);
             if (base < 0 || (s->group[i] = shift(s, base)) < 0) return -1;
         }
-        return open_beneath(s->group[i], path + n + 1);
+        int fd = open_beneath(s->group[i], path + n + 1, O_PATH);
+        if (fd >= 0 || errno != ENOENT) return fd;
+        break;  // it lies on a file system of its own (a tmpfs)
     }
     autoclose int dir = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
     return dir < 0 ? -1 : shift(s, dir);
@@ -194,10 +246,9 @@ static void stack_close(struct stack *s) {
     errno = error;
 }
 
-static int open_layers(const struct layout *l, const char *above, struct shifted *s, struct stack *out) {
-    for (uint32_t i = 0; i < l->lower_count + (above != NULL); i++) {
-        const char *path = above && !i ? above : l->lowers[i - (above != NULL)];
-        int fd = open_layer(s, path);
+static int open_layers(const struct layout *l, struct shifted *s, struct stack *out) {
+    for (uint32_t i = 0; i < l->lower_count; i++) {
+        int fd = open_layer(s, l->lowers[i]);
         if (fd < 0) return -1;
         out->fd[out->count++] = fd;
     }
@@ -208,7 +259,7 @@ static int open_layers(const struct layout *l, const char *above, struct shifted
 static int open_view(const struct stack *layers, const char *source, const char *place, struct shifted *s, struct stack *out) {
     place += strspn(place, "/");
     for (size_t i = 0; i < layers->count; i++) {
-        int fd = open_beneath(layers->fd[i], place);
+        int fd = open_beneath(layers->fd[i], place, O_PATH);
         if (fd >= 0) out->fd[out->count++] = fd;
         else if (errno != ENOENT && errno != ENOTDIR && errno != ELOOP) return -1;
     }
@@ -245,15 +296,15 @@ static int mount_cache(const char *cache, struct shifted *s) {
     return seen < 0 ? -1 : mounts_writable(seen);
 }
 
-static int mount_all(const struct layout *l, const char *above, const struct slot *slot, struct shifted *s, int *root, struct view *views, size_t *count,
+static int mount_all(const struct layout *l, bool on_own, const struct slot *slot, struct shifted *s, int *root, struct view *views, size_t *count,
                      const char **step) {
     static struct stack layers;
     autoclose int upper = openat(s->raw, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     uid_t base = s->userns < 0 ? slot->base : 0;
     *step = "upper directory";
-    if (upper < 0 || fill_upper(upper, l, (struct owner){base, L.in_userns ? 0 : base + WORKLOAD_UID})) return -1;
+    if (upper < 0 || (on_own ? repeat_upper(upper, l) : fill_upper(upper, l, (struct owner){base, L.in_userns ? 0 : base + WORKLOAD_UID}))) return -1;
     *step = "image";
-    if (!open_layers(l, above, s, &layers)) {
+    if (!open_layers(l, s, &layers)) {
         *step = "overlay";
         *root = mount_one(slot, &layers, s, "upper", "work");
     }
@@ -272,12 +323,12 @@ static int mount_all(const struct layout *l, const char *above, const struct slo
     return well ? 0 : -1;
 }
 
-static int try_mount(const struct layout *l, const char *above, const struct slot *slot, const struct disk_box *disk, int userns, int *root, struct view *views,
+static int try_mount(const struct layout *l, bool on_own, const struct slot *slot, const struct disk_box *disk, int userns, int *root, struct view *views,
                      size_t *count, const char **step) {
     struct shifted s;
     *step = "upper directory";
     if (shifted_open(&s, disk, userns) < 0) return -1;
-    int failed = mount_all(l, above, slot, &s, root, views, count, step);
+    int failed = mount_all(l, on_own, slot, &s, root, views, count, step);
     shifted_close(&s);
     if (!failed) return 0;
     int error = errno;
@@ -287,15 +338,15 @@ static int try_mount(const struct layout *l, const char *above, const struct slo
     return -1;
 }
 
-int layout_mount(const struct layout *l, const char *above, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
+int layout_mount(const struct layout *l, bool on_own, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
                  const char **step) {
     static bool shifts;  // has been seen to work
     *root = -1, *count = 0;
     bool may_shift = !L.in_userns && !L.mounts.cannot_shift;
-    int failed = try_mount(l, above, slot, disk, may_shift ? slot->userns : -1, root, views, count, step);
+    int failed = try_mount(l, on_own, slot, disk, may_shift ? slot->userns : -1, root, views, count, step);
     if (failed && may_shift && !shifts && cannot_shift(errno)) {
         // A kernel before 5.19, or a state directory that cannot be shifted: no layer made here can then serve another sandbox.
-        failed = try_mount(l, above, slot, disk, -1, root, views, count, step);
+        failed = try_mount(l, on_own, slot, disk, -1, root, views, count, step);
         L.mounts.cannot_shift = !failed;
     }
     if (!failed && may_shift && !L.mounts.cannot_shift) shifts = true;

@@ -15,6 +15,7 @@
 struct layout {
     char *text;                             // owns the strings
     const char **lowers;                    // directories, uppermost first
+    uint32_t pushed;                        // how many of them came later, each with memory of its own
     const char *sources[VIEWS_MAX], *places[VIEWS_MAX];  // views: host directory and place, outermost first
     const char *cache;                      // a host directory that is seen, writable, at LAYOUT_CACHE_AT; NULL: none
     uint32_t lower_count, view_count;
@@ -30,10 +31,15 @@ bool layout_parse(struct layout *l, struct rd *r);
 void layout_free(struct layout *l);
 // Layers below one of these directories are shifted together, by one mount. Called once; the strings are kept.
 void layout_bases(const char *boxes, const char *layers);
+const char *layout_boxes(void);
 
-// The mounts over a fresh upper directory, all detached. `above` is a directory that lies over the lowers (a frozen upper of the same sandbox), or NULL.
-// 0, or -1 with errno and *step; what was made is closed again.
-int layout_mount(const struct layout *l, const char *above, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
+// Puts a directory over the lowers, or takes the last one so put off again.
+bool layout_push(struct layout *l, const char *directory);
+void layout_pop(struct layout *l);
+
+// The mounts over a fresh upper directory, all detached. `on_own`: the uppermost lower is a frozen upper of the same sandbox, which has everything that is
+// otherwise made, as the workload left it. 0, or -1 with errno and *step; what was made is closed again.
+int layout_mount(const struct layout *l, bool on_own, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
                  const char **step);
 
 #endif

@@ -1,0 +1,253 @@
+// SNAPSHOT and DROP_LAYER: the launcher's side. It never waits for the child that does the work, which stands and falls with what is in the sandbox.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "disk.h"
+#include "io.h"
+#include "launcher.h"
+#include "swap.h"
+
+#define SNAPSHOTS_MAX 256
+#define PATIENCE_NS 15000000000u  // a swap takes a millisecond; a copy says that it is one, and may take as long as it needs
+
+static struct pending {
+    uint32_t seq, handle;
+    pid_t pid;               // 0: not in use
+    int sock;
+    char fresh[ID_MAX];      // the name for a new upper directory, or for the copy
+    bool made;               // something may lie under it
+    bool pushed;             // the old upper directory is a layer, provisionally
+    bool answered;
+    uint64_t until_ns;       // 0: it copies
+} pending[SNAPSHOTS_MAX];
+static unsigned used;
+
+// Requests that cannot be met while a snapshot is taken, in order.
+static struct deferred {
+    struct deferred *next;
+    uint32_t handle;
+    size_t size;
+    uint8_t packet[];
+} *deferred;
+
+static struct pending *find(uint32_t handle) {
+    for (size_t i = 0, seen = 0; seen < used && i < SNAPSHOTS_MAX; i++) {
+        if (!pending[i].pid) continue;
+        if (pending[i].handle == handle) return &pending[i];
+        seen++;
+    }
+    return NULL;
+}
+
+// ---- what the child has to say ----
+
+static void refuse(struct pending *p, const char *step, int error) {
+    if (!p->answered) launcher_refuse(p->seq, step, error ? error : EIO);
+    p->answered = true;
+}
+
+static void answer(struct pending *p, bool copied, uint64_t ns, const char *layer) {
+    struct wr w = launcher_answer(p->seq, 0);
+    wr_u8(&w, copied);
+    wr_u64(&w, ns);
+    wr_bytes(&w, layer, strlen(layer));
+    launcher_send(&w, NULL, 0);
+    p->answered = true;
+}
+
+static void undo(struct pending *p, struct box *b) {
+    if (p->pushed && b) layout_pop(&b->layout);
+    if (p->made) disk_drop(p->fresh);
+    p->pushed = p->made = false;
+}
+
+// The overlays over a fresh upper directory and the one so far, to the child.
+static const char *make_mounts(struct pending *p, struct box *b) {
+    struct disk_box disk;
+    struct view views[VIEWS_MAX];
+    size_t count;
+    int root;
+    const char *step;
+    char above[4200 + ID_MAX];
+    snprintf(above, sizeof above, "%s/%s/upper", layout_boxes(), b->disk);
+    if (!layout_push(&b->layout, above)) return "memory";
+    p->pushed = true;
+    if (disk_make(p->fresh, (uint16_t)(b->slot.base / RANGE_SIZE), b->disk_bytes, b->in_memory, &disk)) return "upper directory";
+    p->made = true;
+    int failed = layout_mount(&b->layout, true, &b->slot, &disk, &root, views, &count, &step), error = errno;
+    disk_box_close(&disk);
+    if (!failed) {
+        step = "mounts";
+        failed = launcher_send_mounts(p->sock, root, views, count), error = errno;
+        close(root);
+        while (count) close(views[--count].mount);
+    }
+    errno = error;
+    return failed ? step : NULL;
+}
+
+static void on_wants_mounts(struct pending *p, struct box *b) {
+    const char *step = p->made ? "mounts" : make_mounts(p, b);
+    if (!step) return;
+    struct swap_note no = {.error = errno};
+    snprintf(no.step, sizeof no.step, "%s", step);
+    undo(p, b);
+    send(p->sock, &no, sizeof no, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
+    n->step[sizeof n->step - 1] = 0;
+    switch ((enum swap_said)n->said) {
+    case SWAP_WANTS_MOUNTS: on_wants_mounts(p, b); break;
+    case SWAP_COPIES:
+        p->made = true;
+        p->until_ns = 0;
+        break;
+    case SWAP_SWAPPED:
+        answer(p, false, n->still_ns, b->disk);
+        strcpy(b->disk, p->fresh);
+        b->print = 0;
+        p->made = p->pushed = false;
+        break;
+    case SWAP_COPIED:
+        answer(p, true, n->still_ns, p->fresh);
+        p->made = false;
+        break;
+    case SWAP_FAILED:
+        undo(p, b);
+        refuse(p, n->step, n->error);
+        break;
+    case SWAP_SPOILED:
+        refuse(p, n->step, n->error);
+        launcher_end(b);
+        break;
+    }
+}
+
+// Its child has ended: with a last word, or else nobody knows in what state it left the sandbox.
+static void finish(struct pending *p) {
+    struct box *b = launcher_find(p->handle);
+    if (p->pid > 0) waitpid(p->pid, NULL, 0);
+    if (!p->answered) {
+        refuse(p, "snapshot", b ? EIO : ESRCH);
+        if (b) launcher_end(b);
+    }
+    undo(p, b);
+    io_close(&p->sock);
+    *p = (struct pending){.sock = -1};
+    used--;
+}
+
+void launcher_snapshot_said(uint32_t index) {
+    struct pending *p = &pending[index];
+    struct swap_note n;
+    if (index >= SNAPSHOTS_MAX || !p->pid) return;
+    ssize_t got = recv(p->sock, &n, sizeof n, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    struct box *b = launcher_find(p->handle);
+    if (got == (ssize_t)sizeof n && b) on_note(p, b, &n);
+    else if (got <= 0) finish(p);
+}
+
+// ---- requests ----
+
+static int start(uint32_t seq, struct box *b, const char *fresh) {
+    size_t i = 0;
+    while (i < SNAPSHOTS_MAX && pending[i].pid) i++;
+    int pair[2];
+    if (i == SNAPSHOTS_MAX) {
+        errno = EAGAIN;
+        return -1;
+    }
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) return -1;
+    autoclose int ours = pair[0], its = pair[1];
+    bool may_swap = b->layout.lower_count + 2 < LAYERS_MAX;  // the kernel takes no more
+    pid_t pid = fork();
+    if (!pid) {
+        io_close(&ours);
+        swap_main(b, its, fresh, may_swap);
+    }
+    if (pid < 0) return -1;
+    pending[i] = (struct pending){.seq = seq, .handle = b->handle, .pid = pid, .sock = ours, .until_ns = io_now_ns() + PATIENCE_NS};
+    strcpy(pending[i].fresh, fresh);
+    used++;
+    launcher_watch_snapshot(ours, (uint32_t)i);
+    ours = -1;
+    return 0;
+}
+
+void launcher_snapshot(uint32_t seq, struct rd *r) {
+    struct box *b = launcher_find(rd_u32(r));
+    struct span name = rd_name(r);
+    char fresh[ID_MAX] = "";
+    if (!rd_done(r) || !launcher_valid_id(name)) {
+        launcher_refuse(seq, "request", EINVAL);
+        return;
+    }
+    memcpy(fresh, name.at, name.size);
+    if (!b) launcher_refuse(seq, "sandbox", ESRCH);
+    // With this sandbox's own ids in it a layer could serve no other.
+    else if (L.mounts.cannot_shift) launcher_refuse(seq, "layers of this state directory cannot be shared", EOPNOTSUPP);
+    else if (start(seq, b, fresh)) launcher_refuse(seq, "snapshot", errno);
+}
+
+void launcher_drop_layer(uint32_t seq, struct rd *r) {
+    struct span name = rd_name(r);
+    char id[ID_MAX] = "";
+    if (!rd_done(r) || !launcher_valid_id(name)) {
+        launcher_refuse(seq, "request", EINVAL);
+        return;
+    }
+    memcpy(id, name.at, name.size);
+    for (size_t i = 0; i < BOXES_MAX; i++)
+        if (L.boxes[i] && !strcmp(L.boxes[i]->disk, id)) {
+            launcher_refuse(seq, "a live sandbox writes to it", EBUSY);
+            return;
+        }
+    disk_drop(id);
+    launcher_done(seq);
+}
+
+// ---- what must wait ----
+
+static bool must_wait(uint32_t handle, uint8_t op) { return find(handle) || (op == OP_SNAPSHOT && launcher_is_entering(handle)); }
+
+bool launcher_defer(uint32_t handle, const uint8_t *packet, size_t size) {
+    struct deferred **at = &deferred;
+    struct deferred *d = must_wait(handle, packet[4]) ? malloc(sizeof *d + size) : NULL;
+    if (!d) return false;
+    *d = (struct deferred){.handle = handle, .size = size};
+    memcpy(d->packet, packet, size);
+    while (*at) at = &(*at)->next;
+    *at = d;
+    return true;
+}
+
+bool launcher_snapshotting(void) {
+    for (size_t i = 0; used && i < SNAPSHOTS_MAX; i++)
+        if (pending[i].pid && pending[i].until_ns && io_now_ns() > pending[i].until_ns) kill(pending[i].pid, SIGKILL);
+    for (struct deferred **at = &deferred; *at;) {
+        struct deferred *d = *at;
+        if (must_wait(d->handle, d->packet[4])) {
+            at = &d->next;
+            continue;
+        }
+        *at = d->next;
+        launcher_packet(d->packet, d->size);  // may defer others again, at the end of the list
+        free(d);
+    }
+    return used;
+}
+
+void launcher_abandon(uint32_t handle) {
+    struct pending *p = find(handle);
+    if (p) kill(p->pid, SIGKILL);
+}
