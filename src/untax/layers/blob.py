@@ -42,7 +42,7 @@ class Caps:
 
 
 class Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
+    def read(self, size: int, /) -> bytes | None: ...
 
 
 def refused(message: str) -> StageFailed:
@@ -114,6 +114,8 @@ class Blob:
 
     def _pieces(self) -> Iterator[bytes]:
         first = self._read_packed()
+        while 0 < len(first) < _MAGIC_SIZE and (more := self._read_packed()):
+            first += more
         if self._file is not None and _unpacker(first) is _plain:
             self._end = os.fstat(self._file.fileno()).st_size
         unpacked = (piece for piece in _unpacker(first)(first, self._read_packed) if piece)
@@ -128,6 +130,8 @@ class Blob:
 
     def _read_packed(self) -> bytes:
         data = self._source.read(_STEP)
+        if data is None:  # a file that would make its reader wait, and was opened so that it cannot
+            raise refused("it is not a file that can be read to its end")
         self.packed_bytes += len(data)
         self._packed_hash.update(data)
         if self._on_read is not None:
@@ -167,6 +171,7 @@ class _Hash:
 
 # ---- compressions, told by the first bytes: names and media types may say anything ----
 
+_MAGIC_SIZE = 6
 _More = Callable[[], bytes]
 _Unpack = Callable[[bytes, _More], Iterator[bytes]]
 
