@@ -284,7 +284,7 @@ async def test_set_up_runs_once_over_the_stages_below_and_what_it_leaves_is_a_la
     shop = Shop(tmp_path / "shop")
     made = stages(store, Counting(), shop)
     spec = EnvSpec(image="x:1", setup=("etc/a=1", "var/cache/untax/pip/x=cached", "root/.cache/pip/y=cached", "tmp/z=gone", "usr/b=2"))
-    first, *rest = await asyncio.gather(*(made.root(spec) for _ in range(16)))
+    first, *_ = await asyncio.gather(*(made.root(spec) for _ in range(16)))
     top = Path(first.root.layers[-1])
 
     assert len(shop.jobs) == 1
