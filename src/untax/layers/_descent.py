@@ -20,9 +20,10 @@ class Descent:
     opened by a change of mode, which is taken back on the way up.
     """
 
-    def __init__(self, top: Path | str | bytes, *, force: bool = False) -> None:
+    def __init__(self, top: Path | str | bytes, *, force: bool = False, keep: int = _OPEN_AT_ONCE) -> None:
         self._top = top
         self._force = force
+        self._keep = keep
         self._names: list[bytes] = []
         self._modes: list[int | None] = [None]
         self._fds: list[int] = []
@@ -51,7 +52,7 @@ class Descent:
         self._names.append(name)
         self._modes.append(mode)
         self._fds.append(fd)
-        self._close(len(self._fds) - 1 - _OPEN_AT_ONCE)
+        self._close(len(self._fds) - 1 - self._keep)
         return fd
 
     def leave(self) -> None:
@@ -64,11 +65,7 @@ class Descent:
 
     def seek(self, names: Sequence[bytes]) -> int:
         """Go to the directory of that path from the top, by way of what it has in common with this one."""
-        shared = 0
-        for have, want in zip(self._names, names, strict=False):
-            if have != want:
-                break
-            shared += 1
+        shared = _shared(self._names, list(names))
         while len(self._names) > shared:
             self.leave()
         for name in names[shared:]:
@@ -125,12 +122,20 @@ class Descent:
             try:
                 below = os.open(name, DIRECTORY, dir_fd=fd)
             finally:
-                if last - at < _OPEN_AT_ONCE and self._fds[at] < 0 and below >= 0:
+                if last - at < self._keep and self._fds[at] < 0 and below >= 0:
                     self._fds[at] = fd
                 else:
                     os.close(fd)
             fd = below
         self._fds[last] = fd
+
+
+def _shared(have: list[bytes], want: list[bytes]) -> int:
+    """How many names two paths begin with alike. Steps down and up by a few are told at once, which matters where it is deep."""
+    least = min(len(have), len(want))
+    if have[:least] == want[:least]:
+        return least
+    return next(at for at in range(least) if have[at] != want[at])
 
 
 def _open_for_search(name: Path | str | bytes, within: int | None) -> int:
