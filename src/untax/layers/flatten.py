@@ -19,15 +19,41 @@ from untax.layers._descent import DIRECTORY, Descent, walk
 from untax.layers.copy import _Copy
 from untax.layers.marks import Marks
 from untax.layers.merged import MergedEntry, Parts, _Found, _Merged, _Name, _parts, changes
-from untax.layers.store import Layer, LayerStore, Pin
+from untax.layers.store import Layer, LayerStore, Pin, StageRecord
 
 
-def flatten(store: LayerStore, uppers: Sequence[Path], base: Root) -> tuple[Layer, Pin]:
-    """Put what `uppers`, bottom first, add to `base` into the store as one layer, pinned for the caller."""
+FLAT = "flat"
+"""The name of the rung of such a layer: nobody asks for it by a key, and any of them may be evicted when nobody stands on it."""
+
+
+class Flat:
+    """A layer that is held in the store for whoever made it."""
+
+    def __init__(self, store: LayerStore, key: str, layer: Layer, pin: Pin) -> None:
+        self.tree = layer.tree
+        self._store = store
+        self._key = key
+        self._pin = pin
+
+    def remove(self) -> None:
+        """Let go of it; it is gone unless another stage, a saved snapshot perhaps, has the same layer."""
+        self._pin.close()
+        self._store.remove_stage(self._key)
+
+
+def flatten(store: LayerStore, uppers: Sequence[Path], base: Root) -> Flat:
+    """Put what `uppers`, bottom first, add to `base` into the store as one layer."""
+    key = f"{FLAT}-{secrets.token_hex(12)}"
     with store.draft() as draft:
         squash(uppers, base, draft.tree, marks=store.marks)
         layer = draft.publish()
-    return layer, store.pin([layer.id])
+    pin = store.pin([layer.id])
+    try:
+        store.put_stage(StageRecord(key, FLAT, None, (layer.id,), is_portable=False))
+    except BaseException:
+        pin.close()
+        raise
+    return Flat(store, key, layer, pin)
 
 
 def squash(uppers: Sequence[Path], base: Root, target: Path, *, marks: Marks) -> None:

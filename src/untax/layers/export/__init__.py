@@ -127,8 +127,9 @@ def _counter(root: Root, store: LayerStore, progress: Progress | None) -> Callab
     """What is called for each piece of content: adds up and says how far it is. Only who wants to know pays for finding out the total."""
     if progress is None:
         return lambda _: None
-    total = content_bytes(merged_items(root, store.marks, Losses()))
-    done = 0
+    total = done = 0
+    for total in content_bytes(merged_items(root, store.marks, Losses())):
+        progress("look at the tree", total, None)
 
     def on_bytes(count: int) -> None:
         nonlocal done

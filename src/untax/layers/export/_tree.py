@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,9 @@ Kind = Literal["file", "directory", "link", "fifo", "whiteout"]
 
 # Who an ordinary user's files belong to inside (docs/namespace.md).
 USER_INSIDE = 1000
+_MOUNT_POINTS = {b"dev": 0o755, b"proc": 0o755, b"sys": 0o755, b"tmp": 0o1777}
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+_NOW_AND_THEN = 1000  # entries: a tenth of a second
 _NO_XATTRS = frozenset({errno.EOPNOTSUPP, errno.ENODATA, errno.EPERM, errno.EACCES})
 
 CLOSED = "left out, closed to this user"
@@ -84,10 +86,28 @@ class Item:
 
 def merged_items(root: Root, marks: Marks, losses: Losses) -> Iterator[Item]:
     """The chain as one tree, the top first: names in order, each directory before what is in it."""
+    items = _merged(root, marks, losses)
+    return _with_mount_points(items) if root.views else items
+
+
+def _merged(root: Root, marks: Marks, losses: Losses) -> Iterator[Item]:
     for entry in merged.walk(root, marks=marks):
         opened = entry.open if entry.place.parts else None  # the top of a layer or a view has no name to open it by
         if _is_carried(entry.stat, opened, marks, losses):
             yield _item(entry.path, entry.stat, entry.xattrs, marks, losses, entry.target, entry.link_group, opened)
+
+
+def _with_mount_points(items: Iterator[Item]) -> Iterator[Item]:
+    """The host's image has no places for what a sandbox brings itself; whatever else runs it needs them."""
+    missing = deque(sorted(_MOUNT_POINTS.items()))
+    for item in items:
+        first = item.path.partition(b"/")[0]
+        while missing and missing[0][0] < first:
+            yield Item(missing[0][0], "directory", missing.popleft()[1])
+        if missing and missing[0][0] == first:
+            missing.popleft()
+        yield item
+    yield from (Item(name, "directory", mode) for name, mode in missing)
 
 
 def own_items(directory: str, marks: Marks, losses: Losses) -> Iterator[Item]:
@@ -130,15 +150,17 @@ def has_redirect(directory: str, marks: Marks) -> bool:
         )
 
 
-def content_bytes(items: Iterator[Item]) -> int:
-    """What their files hold; one with several names counts once."""
+def content_bytes(items: Iterator[Item]) -> Iterator[int]:
+    """What their files hold so far, said now and then and at the end; one with several names counts once."""
     seen: set[object] = set()
     total = 0
-    for item in items:
+    for number, item in enumerate(items):
         if item.links is None or item.links not in seen:
             total += item.size
             seen.add(item.links)
-    return total
+        if number % _NOW_AND_THEN == 0:
+            yield total
+    yield total
 
 
 def _item(
