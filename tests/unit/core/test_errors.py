@@ -18,7 +18,7 @@ def all_errors(root=errors.UntaxError):
 def test_only_what_a_fresh_sandbox_may_cure_is_retryable():
     retryable = {kind.__name__ for kind in all_errors() if kind.retryable}
 
-    assert retryable == {"CreateError", "ReadinessTimeout", "SandboxLost", "BackendError", "PoolTimeout"}
+    assert retryable == {"CreateError", "ReadinessTimeout", "SandboxLost", "BackendError", "PoolTimeout", "StageUnavailable"}
 
 
 def test_every_error_is_drawn_in_the_tree():
@@ -60,6 +60,7 @@ def test_errors_survive_a_pickle():
         errors.file_error(2, "open", "x"),
         errors.CommandFailed(CommandResult(3)),
         errors.UsageError("no"),
+        errors.StageFailed("deps", "pip failed", b"the log\xff"),
     ):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
@@ -68,3 +69,12 @@ def test_errors_survive_a_pickle():
 def test_a_substrate_error_names_its_sandbox():
     assert str(errors.SandboxLost("sbx-1", "it died")) == "sbx-1: it died"
     assert str(errors.CreateError("", "no room")) == "no room"
+
+
+def test_a_stage_error_shows_its_stage_and_the_end_of_its_log():
+    error = errors.StageFailed("deps", "the second command failed", b"x" * 9000 + b"\nno such package\xff\n")
+
+    assert str(error).startswith("deps: the second command failed\n")
+    assert str(error).endswith("no such package\ufffd")
+    assert len(str(error)) < 2100
+    assert len(error.log) > 9000
