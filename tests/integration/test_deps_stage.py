@@ -38,13 +38,14 @@ async def test_what_was_installed_is_there_compiled_and_the_caches_are_not(state
     """From a package index on loopback that only the build may reach; the lease has no network at all."""
     with package_index(tmp_path, "untaxdemo", "1.0", "VALUE = 7\n") as index:
         certificate = shlex.quote(index.certificate.decode())
-        install = f"printf %s {certificate} > /tmp/c && python3 -m pip install -q --cert /tmp/c --index-url {index.url} untaxdemo"
-        spec = untax.EnvSpec(repo=project, setup=(install, "echo made > made; id -u > who"))
+        pip = f".venv/bin/python -m pip install -q --no-compile --cert /tmp/c --index-url {index.url} untaxdemo"
+        spec = untax.EnvSpec(
+            repo=project, setup=(f"printf %s {certificate} > /tmp/c && python3 -m venv .venv && {pip}", "echo made > made; id -u > who")
+        )
         async with untax.Engine(state_dir=state, setup_network=(index.pattern,)) as engine:
             async with engine.lease(spec) as box:
-                said = await box.run(
-                    ["python3", "-c", "import untaxdemo, os; print(untaxdemo.VALUE, os.path.exists(untaxdemo.__cached__))"]
-                )
+                program = "import untaxdemo, os; print(untaxdemo.VALUE, os.path.exists(untaxdemo.__cached__))"
+                said = await box.run([".venv/bin/python", "-B", "-c", program])
                 wheels = await box.shell("find / -xdev -name '*.whl' -path '*cache*' 2>/dev/null; ls -A /var/cache/untax /tmp 2>/dev/null")
                 owner = await box.run(["stat", "-c", "%U", "made", "."])
                 status = await box.run(["git", "status", "--porcelain"])
@@ -53,7 +54,7 @@ async def test_what_was_installed_is_there_compiled_and_the_caches_are_not(state
     assert said.check().text == "7 True\n"
     assert "whl" not in wheels.text and "pip" not in wheels.text
     assert owner.text == "user\nuser\n", "who works there can change what the set-up made"
-    assert status.text == "?? made\n?? who\n", "compiled files are no change to the repository"
+    assert status.text == "?? .venv/\n?? made\n?? who\n", "compiled files are no change to the repository"
     assert ran_as == ("0\n" if os.geteuid() == 0 else "1000\n")
 
 
