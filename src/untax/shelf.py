@@ -85,11 +85,12 @@ class Shelf:
         ground, store = snapshot.ground.hold(), self._grounds.store
         try:
             base = replace(ground.readable(), layers=ground.root.layers[: ground.stage_layers])
-            layer, pin = await asyncio.to_thread(flatten, store, ground.own, base)
+            layer = await asyncio.to_thread(flatten, store, ground.own, base)
             supports = ground.supports[: ground.stage_supports]
             for support in supports:
                 support.hold()
-            flat = replace(ground, root=base.with_layers(str(layer.tree)), supports=(*supports, Support(pin.close)), own=(layer.tree,))
+            own = Support(lambda: self._engine.chore(asyncio.to_thread(layer.remove)))
+            flat = replace(ground, root=base.with_layers(str(layer.tree)), supports=(*supports, own), own=(layer.tree,))
             snapshot.moved_to(flat)
         finally:
             ground.release()

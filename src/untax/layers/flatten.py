@@ -21,7 +21,6 @@ from untax.layers.marks import Marks
 from untax.layers.merged import MergedEntry, Parts, _Found, _Merged, _Name, _parts, changes
 from untax.layers.store import Layer, LayerStore, Pin, StageRecord
 
-
 FLAT = "flat"
 """The name of the rung of such a layer: nobody asks for it by a key, and any of them may be evicted when nobody stands on it."""
 

@@ -170,11 +170,13 @@ def test_any_history_of_writing_and_removing(tmp_path, kind):
     check(tmp_path, base, uppers, kind)
 
 
-def test_the_store_holds_it_for_the_caller(tmp_path):
+def test_the_store_holds_it_until_it_is_let_go(tmp_path):
     store = LayerStore(tmp_path / "store", marks="user")
     base = Root((str(tree(tmp_path / "base", {"a": b"0"})),))
-    layer, pin = flatten(store, [tree(tmp_path / "1", {"b": b"1"})], base)
+    flattened = flatten(store, [tree(tmp_path / "1", {"b": b"1"})], base)
     store.evict(wanted_bytes=1 << 40)
-    assert (layer.tree / "b").read_bytes() == b"1"
-    pin.close()
+    assert (flattened.tree / "b").read_bytes() == b"1"
+    flattened.remove()
+    assert store.layers() == []
+    assert store.stages() == []
     store.close()
