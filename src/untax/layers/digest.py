@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +43,8 @@ class TreeDigest:
     entries: int
 
 
-def digest_tree(top: Path, rows: list[bytes] | None = None) -> TreeDigest:
-    """The digest of a tree that nobody changes meanwhile. `rows`, where given, receives one line for each entry and each way up.
+def digest_tree(top: Path, note: Callable[[bytes], object] | None = None) -> TreeDigest:
+    """The digest of a tree that nobody changes meanwhile. `note`, where given, is told one row for each entry and each way up.
 
     An ordinary user's closed files and directories are opened by a change of mode that is taken back, which breaks a seal.
     """
@@ -55,8 +55,8 @@ def digest_tree(top: Path, rows: list[bytes] | None = None) -> TreeDigest:
         total.update(row)
         used += taken
         count += row != _UP
-        if rows is not None:
-            rows.append(row)
+        if note is not None:
+            note(row)
     return TreeDigest(f"sha256-{total.hexdigest()}", used, count)
 
 

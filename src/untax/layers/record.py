@@ -76,6 +76,7 @@ class StageRecord:
                 "log_tail": self.log_tail.decode(errors="surrogateescape"),
             },
             indent=1,
+            allow_nan=False,
         )
 
     @classmethod

@@ -31,7 +31,7 @@ from typing import Any
 from untax.core.errors import StageUnavailable, UsageError
 from untax.layers import eviction
 from untax.layers._remove import remove_tree
-from untax.layers.digest import digest_tree, first_difference, id_of_rows, seal_tree
+from untax.layers.digest import TreeDigest, digest_tree, first_difference, id_of_rows, seal_tree
 from untax.layers.marks import KINDS, Marks
 from untax.layers.record import SNAPSHOT, FromLaterRelease, StageRecord, Unreadable, is_key, is_layer_id, require_key, require_layer_id
 
@@ -107,7 +107,7 @@ class Draft:
         """
         if self._lock_fd < 0:
             raise UsageError("this draft was published or discarded already")
-        with self:
+        with _told(self._store.root), self:
             return self._store._publish(self)
 
     def discard(self) -> None:
@@ -232,28 +232,29 @@ class LayerStore:
         """
         with self._holding(layer_id), _told(self.root):
             path = self._tree_of(layer_id)
+            self._sound.pop(layer_id, None)
+            which = _which(path)
             with _flocked(path, fcntl.LOCK_SH):
                 is_whole = _read_seal(path) == _seal_now(path)
-        if not is_whole:
-            self.verify(layer_id)
-        self._sound[layer_id] = _which(path)
+            if not is_whole:
+                self.verify(layer_id)
+            self._sound[layer_id] = which
 
     def verify(self, layer_id: str) -> None:
         """Read every byte of it. `StageUnavailable` naming what differs; such a layer is set aside."""
         with self._holding(layer_id), _told(self.root):
             path = self._tree_of(layer_id)
             with _flocked(path, fcntl.LOCK_EX):
-                rows: list[bytes] = []
                 try:
-                    found = digest_tree(path / "tree", rows)
-                except (FileNotFoundError, NotADirectoryError) as exc:
-                    self._set_aside(path, "its tree is gone")
-                    raise _missing(layer_id) from exc
-                if found.id == layer_id:
-                    self._write_facts(path, found.bytes, found.entries)
-                    return
-                what = _difference(path, layer_id, rows)
+                    found = digest_tree(path / "tree")
+                    if found.id == layer_id:
+                        self._mend_facts(path, found)
+                        return
+                    what = _difference(path, layer_id)
+                except (FileNotFoundError, NotADirectoryError):
+                    what = "something of it is gone"
                 aside = self._set_aside(path, what)
+                self._sound.pop(layer_id, None)
         raise StageUnavailable(
             _WHO,
             f"layer {layer_id} is no longer what was stored: {what}; it was set aside as {aside}, and its stage is built again when next asked for",
@@ -293,9 +294,10 @@ class LayerStore:
         """Note that a stage was of use: what is used more is evicted later."""
         now = time.time()
         try:
-            fd = os.open(self.root / "stages" / f"{require_key(key)}.use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            os.stat(self.root / "stages" / f"{require_key(key)}.json")
+            fd = os.open(self.root / "stages" / f"{key}.use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError:
-            return  # a full disk is no reason to refuse a lease
+            return  # evicted meanwhile, or a full disk, which is no reason to refuse a lease
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             uses, since = _unpack_use(os.pread(fd, _USE.size, 0))
@@ -343,7 +345,7 @@ class LayerStore:
             held, self._held = self._held, {}
             self._kept.clear()
         for hold in held.values():
-            os.close(hold.fd)
+            hold.close()
 
     # ---- publishing ----
 
@@ -351,12 +353,12 @@ class LayerStore:
         path = draft._path
         with _opened(draft.tree) as fd:
             _syncfs(fd)
-        rows: list[bytes] = []
-        found = digest_tree(draft.tree, rows)
+        rows = _Rows()
+        found = digest_tree(draft.tree, rows.add)
         target = self._tree_of(found.id)
         if not target.is_dir():
             self._require_room(found.bytes)
-        _write_new(path / "rows", zlib.compress(_framed(rows), 1))
+        _write_new(path / "rows", rows.packed())
         self._write_facts(path, found.bytes, found.entries)
         _fsync(path)
         while True:
@@ -380,13 +382,23 @@ class LayerStore:
     def _same(self, layer_id: str) -> Layer | None:
         """The layer of that content that is there already, held; None when it was just taken away, or found damaged and set aside."""
         try:
-            with self.pin([layer_id]):
+            with self._holding(layer_id):
+                self.check_seal(layer_id)
                 self._keep(layer_id, None)
                 return self.layer(layer_id)
         except StageUnavailable:
             if self._is_there(layer_id):
                 raise
             return None
+
+    def _mend_facts(self, path: Path, found: TreeDigest) -> None:
+        """Write what is known of a layer anew, where that is damaged or the seal was broken by something that changed nothing."""
+        if _facts_in(path) is not None and _read_seal(path) == _seal_now(path):
+            return
+        try:
+            self._write_facts(path, found.bytes, found.entries)
+        except OSError as exc:
+            _log.warning("%s is whole, but that cannot be noted (%s): it will be read again", path, exc.strerror)
 
     def _write_facts(self, path: Path, used: int, entries: int) -> None:
         _write_new(path / "layer.json", json.dumps({"version": _FORMAT, "marks": self.marks, "bytes": used, "entries": entries}).encode())
@@ -409,7 +421,7 @@ class LayerStore:
     def _hold(self, layer_id: str) -> None:
         with self._guard:
             hold = self._held.get(layer_id)
-            if hold is not None and _is_same(hold.fd, self._tree_of(layer_id) / "lock"):
+            if hold is not None and _is_same(hold.fds[-1], self._tree_of(layer_id) / "lock"):
                 hold.count += 1
                 return
         with _told(self.root):
@@ -420,16 +432,12 @@ class LayerStore:
             self._put_hold(layer_id, fd)
 
     def _put_hold(self, layer_id: str, fd: int) -> None:
-        hold = self._held.get(layer_id)
-        if hold is None:
-            self._held[layer_id] = _Hold(fd, 1)
-        elif _is_same(hold.fd, self._tree_of(layer_id) / "lock"):
-            hold.count += 1
+        hold = self._held.setdefault(layer_id, _Hold())
+        if hold.fds and _is_same(hold.fds[-1], self._tree_of(layer_id) / "lock"):
             os.close(fd)
-        else:  # the one that was held was set aside meanwhile, and there is a new one
-            os.close(hold.fd)
-            hold.fd = fd
-            hold.count += 1
+        else:  # one that was held before may have been set aside; whoever stands on that still does
+            hold.fds.append(fd)
+        hold.count += 1
 
     def _let_go(self, layer_id: str) -> None:
         with self._guard:
@@ -439,7 +447,7 @@ class LayerStore:
             hold.count -= 1
             if hold.count <= 0:
                 del self._held[layer_id]
-                os.close(hold.fd)
+                hold.close()
 
     @contextlib.contextmanager
     def _holding(self, layer_id: str) -> Iterator[None]:
@@ -573,8 +581,9 @@ class LayerStore:
         """Remove what dead processes left half made. Whose lock can be had is dead."""
         dead: list[tuple[Path, int]] = []
         with self._gate(fcntl.LOCK_EX):
-            for path in (self.root / "stages").glob(".new-*"):
-                path.unlink(missing_ok=True)
+            for place in (self.root, self.root / "stages"):
+                for path in place.glob(".new-*"):
+                    path.unlink(missing_ok=True)
             for path in sorted((self.root / "drafts").iterdir()):
                 fd = _try_exclusive(path / "lock", create=True)
                 if fd is not None:
@@ -639,18 +648,13 @@ class LayerStore:
     def _facts(self, layer_id: str) -> tuple[int, int] | None:
         """Bytes and entries; None without such a layer. What cannot be read is found out again from the tree itself."""
         path = self._tree_of(layer_id)
-        facts = _read_json(path / "layer.json")
-        if facts is not None and type(facts.get("bytes")) is int and type(facts.get("entries")) is int:
-            return facts["bytes"], facts["entries"]
-        if not path.is_dir():
-            return None
-        _log.warning("%s: layer.json is damaged; reading the layer to write it anew", path)
-        try:
-            self.verify(layer_id)
-        except StageUnavailable:
-            return None
-        facts = _read_json(path / "layer.json")
-        return (facts["bytes"], facts["entries"]) if facts is not None else None
+        facts = _facts_in(path)
+        if facts is None and path.is_dir():
+            _log.warning("%s: layer.json is damaged; reading the layer to write it anew", path)
+            with contextlib.suppress(StageUnavailable):
+                self.verify(layer_id)
+            facts = _facts_in(path)
+        return facts
 
     def _read_record(self, key: str) -> StageRecord | None:
         path = self.root / "stages" / f"{key}.json"
@@ -702,11 +706,15 @@ class LayerStore:
 
 
 class _Hold:
-    __slots__ = ("count", "fd")
+    """A layer that this process uses, however often: one descriptor, because leases are many and descriptors are few."""
 
-    def __init__(self, fd: int, count: int) -> None:
-        self.fd = fd
-        self.count = count
+    def __init__(self) -> None:
+        self.fds: list[int] = []
+        self.count = 0
+
+    def close(self) -> None:
+        while self.fds:
+            os.close(self.fds.pop())
 
 
 class _Tally:
@@ -901,11 +909,29 @@ def _seal_now(path: Path) -> str:
         return "gone"
 
 
-def _framed(rows: Iterable[bytes]) -> bytes:
-    return b"".join(len(row).to_bytes(4, "little") + row for row in rows)
+def _facts_in(path: Path) -> tuple[int, int] | None:
+    facts = _read_json(path / "layer.json")
+    if facts is None or type(facts.get("bytes")) is not int or type(facts.get("entries")) is not int:
+        return None
+    return facts["bytes"], facts["entries"]
 
 
-def _unframed(data: bytes) -> list[bytes]:
+class _Rows:
+    """The rows of a digest, packed as they come: only to be able to say later what differs."""
+
+    def __init__(self) -> None:
+        self._packer = zlib.compressobj(1)
+        self._packed: list[bytes] = []
+
+    def add(self, row: bytes) -> None:
+        self._packed.append(self._packer.compress(len(row).to_bytes(4, "little") + row))
+
+    def packed(self) -> bytes:
+        return b"".join([*self._packed, self._packer.flush()])
+
+
+def _unpacked(data: bytes) -> list[bytes]:
+    data = zlib.decompress(data)
     rows = []
     at = 0
     while at < len(data):
@@ -915,11 +941,13 @@ def _unframed(data: bytes) -> list[bytes]:
     return rows
 
 
-def _difference(path: Path, layer_id: str, found: list[bytes]) -> str:
+def _difference(path: Path, layer_id: str) -> str:
     try:
-        known = _unframed(zlib.decompress((path / "rows").read_bytes()))
+        known = _unpacked((path / "rows").read_bytes())
     except (OSError, zlib.error):
         return "its digest is another"
     if id_of_rows(known) != layer_id:
         return "its digest is another, and the list of what it held is damaged too"
+    found: list[bytes] = []
+    digest_tree(path / "tree", found.append)
     return first_difference(known, found)
