@@ -190,7 +190,7 @@ void launcher_pristine(uint32_t seq, struct rd *r) {
     }
     char path[32];
     snprintf(path, sizeof path, "/proc/%d/root", b->pid);
-    autoclose int root = b->status < 0 ? open(path, O_PATH | O_DIRECTORY | O_CLOEXEC) : -1;
+    autoclose int root = open(path, O_PATH | O_DIRECTORY | O_CLOEXEC);
     struct wr w = launcher_answer(seq, 0);
     wr_u8(&w, root >= 0 && runs_nothing(b) && is_unwritten(b) && is_empty_tmpfs(root, "tmp") && is_empty_tmpfs(root, "dev/shm") && has_no_ipc(b));
     launcher_send(&w, NULL, 0);
