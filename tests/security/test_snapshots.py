@@ -4,6 +4,7 @@ As root of the sandbox where the engine is root, which can do the most; otherwis
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import statistics
@@ -51,7 +52,8 @@ async def test_f7_after_any_damage_a_reset_gives_the_pristine_tree(engine, small
         await box.shell(
             "find / -xdev -type f -exec touch {} + ; rm -rf /usr/share /etc/*; mkdir -p /a/b; mv /bin /b; ln /b /c; chmod 000 /", merge=True
         )
-        await box.shell("cp /usr/bin/true /usr/bin/sh; rm -rf /etc; chmod 000 /usr /", merge=True)
+        with contextlib.suppress(untax.PermissionDenied):  # for an ordinary user the root is closed now
+            await box.shell("cp /usr/bin/true /usr/bin/sh; rm -rf /etc; chmod 000 /usr", merge=True)
         await box.reset()
         assert await tree(box) == pristine
         assert box.ledger.resets == {"replaced": 1}
@@ -183,7 +185,7 @@ async def test_f12_sixty_four_forks_each_with_a_token_of_its_own(engine, small):
                 *(one.shell(f"echo {n} >token; echo {n} >own-{n}; echo {n} >/etc/own; sync") for n, one in enumerate(group))
             )
             seen = await asyncio.gather(*(one.shell("cat token own-* /etc/own 2>/dev/null") for one in group))
-        assert [one.text.split() for one in seen] == [[str(n)] * (3 if WORST else 2) for n in range(64)]
+        assert [one.text.split() for one in seen] == [[str(n)] * 3 for n in range(64)]
         assert (await box.shell("cat token; echo; ls")).text.split() == ["parent", "token"]
     await snapshot.drop()
 
