@@ -66,6 +66,8 @@ def compare(tokenizer: Path, files: list[Path]) -> int:
     return len(by_ast)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # two thousand files through CPython's parser: seconds, and minutes on a machine that does other things too
 def test_every_definition_of_the_standard_library_is_found(tokenizer: Path) -> None:
     """Same names, kinds and lines, file by file."""
     library = Path(sysconfig.get_path("stdlib"))
