@@ -152,6 +152,7 @@ static bool has_no_queues(void) {
 static bool has_no_ipc(const struct box *b) {
     static int home = -1;
     if (home < 0 && (home = open("/proc/self/ns/ipc", O_RDONLY | O_CLOEXEC)) < 0) return false;
+    if (setns(home, CLONE_NEWIPC)) return false;  // an ordinary user's launcher is at home in the host's: it would not be let in again
     if (setns(b->pidfd, CLONE_NEWIPC)) return false;
     bool none = is_header_only("/proc/sysvipc/shm") && is_header_only("/proc/sysvipc/sem") && is_header_only("/proc/sysvipc/msg") && has_no_queues();
     if (setns(home, CLONE_NEWIPC)) _exit(70);  // in the wrong namespace nothing can be trusted any more
