@@ -392,6 +392,15 @@ def rogue(host: str = HOST, tls: Path | None = None) -> Iterator[Rogue]:
                 with served.lock:
                     served.running -= 1
 
+        def do_HEAD(self) -> None:
+            with served.lock:
+                served.requests.append((self.command, self.path, dict(self.headers.items())))
+            kind, body = served.contents.get(self.path, ("", b""))
+            self.send_response(200 if kind else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Docker-Content-Digest", digest_of(body))
+            self.end_headers()
+
         def sent(self, count: int) -> None:
             with served.lock:
                 served.served[self.path] = served.served.get(self.path, 0) + count
@@ -402,6 +411,45 @@ def rogue(host: str = HOST, tls: Path | None = None) -> Iterator[Rogue]:
     with http_server(Handler, host=host, tls=tls) as port:
         served.address = f"{host}:{port}"
         yield served
+
+
+@dataclass
+class Proxy:
+    address: str = ""
+    asked: list[tuple[str, str | None]] = field(default_factory=list)
+    """The first line of each request, and who said to be asking."""
+
+
+@contextlib.contextmanager
+def connect_proxy(target: str) -> Iterator[Proxy]:
+    """A proxy that leads every CONNECT to `target`, whatever name was asked for."""
+    proxy = Proxy()
+    host, _, port = target.rpartition(":")
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            proxy.asked.append((f"{self.command} {self.path}", self.headers.get("Proxy-Authorization")))
+            with socket.create_connection((host, int(port)), 5) as there:
+                self.send_response(200)
+                self.end_headers()
+                back = threading.Thread(target=_pump, args=(there, self.connection), daemon=True)
+                back.start()
+                _pump(self.connection, there)
+                back.join(5)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with http_server(Handler, host=HOST) as listening:
+        proxy.address = f"{HOST}:{listening}"
+        yield proxy
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def status(code: int, **headers: str) -> Fault:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from tests import registries
@@ -17,7 +18,7 @@ from tests.servers import make_certificate
 
 from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers import sources
-from untax.layers.sources import _http
+from untax.layers.sources import _http, registry
 from untax.layers.sources._http import Patience
 from untax.layers.sources._reference import Platform, parse_remote
 from untax.layers.sources.registry import RegistryImage
@@ -30,10 +31,17 @@ CONFIG = {"Env": ["A=b"], "WorkingDir": "/srv", "User": "1000", "Entrypoint": ["
 
 
 @pytest.fixture(autouse=True)
-def _no_credentials_of_the_machine_s_own(monkeypatch, tmp_path):
+def _nothing_of_the_machine_s_own_and_nothing_remembered(monkeypatch, tmp_path):
     for name in ("REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "HTTPS_PROXY", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    forget()
+
+
+def forget():
+    """As in a process that has not seen anything yet."""
+    registry._remembered.clear()
+    registry._last_seen.clear()
 
 
 @pytest.fixture
@@ -137,6 +145,25 @@ async def test_what_was_identified_is_what_is_fetched_though_the_tag_moves(plain
     await source.identify()
     plain.push("moving", "latest", second)
     assert "etc/os" in files(store, await source.fetch(store, quiet))[0]
+
+
+async def test_a_tag_that_still_stands_for_the_same_image_is_only_asked_about(rogue):
+    """The second question reads nothing; a tag that has moved is found to have."""
+    first, second = image(BASE), image(TOP)
+    rogue.hold("a", "latest", first)
+    for _ in range(2):
+        assert await named(f"{rogue.address}/a").identify() == sources.image_identity(first.config_digest)
+    assert [method for method, _, _ in rogue.requests] == ["GET", "HEAD"]
+    rogue.hold("a", "latest", second)
+    assert await named(f"{rogue.address}/a").identify() == sources.image_identity(second.config_digest)
+
+
+async def test_an_image_by_digest_is_asked_about_once(rogue):
+    made = image(BASE)
+    rogue.hold("a", "latest", made)
+    for _ in range(3):
+        assert await named(f"{rogue.address}/a@{made.digest}").identify() == sources.image_identity(made.config_digest)
+    assert rogue.count(f"/v2/a/manifests/{made.digest}") == 1
 
 
 async def test_what_the_registry_does_not_have_is_said_at_once(plain):
@@ -257,6 +284,7 @@ async def test_x20_retry_after_is_obeyed_and_a_long_one_is_told_instead(rogue, h
     began = time.monotonic()
     await named(f"{rogue.address}/a").identify()
     assert 1.0 <= time.monotonic() - began < 4
+    forget()
     rogue.fail(MANIFEST, status(429, Retry_After="3600"))
     with pytest.raises(StageUnavailable, match="asks to wait 3600 s"):
         await named(f"{rogue.address}/a").identify()
@@ -341,6 +369,7 @@ async def test_x20_other_bytes_than_promised_are_refused(rogue, held, store):
     rogue.always[f"/v2/a/blobs/{held.config_digest}"] = instead(b"{}")
     with pytest.raises(StageFailed, match="promised"):
         await named(f"{rogue.address}/a").fetch(store, quiet)
+    forget()
     rogue.always[f"/v2/a/manifests/{held.digest}"] = instead(held.manifest + b" ")
     with pytest.raises(StageFailed, match="not those of"):
         await named(f"{rogue.address}/a@{held.digest}").identify()
@@ -357,6 +386,7 @@ async def test_x20_a_blob_without_end_is_refused_at_its_promised_size(rogue, hel
     with pytest.raises(StageFailed, match="more than"):
         await named(f"{rogue.address}/a").fetch(store, quiet)
     assert rogue.served[path_of(held)] < size + (16 << 20)
+    forget()
     rogue.always[MANIFEST] = endless
     with pytest.raises(StageFailed, match="more than"):
         await named(f"{rogue.address}/a").identify()
@@ -542,6 +572,43 @@ async def test_another_machine_is_never_asked_in_the_open_unless_that_is_written
         await named("http://registry.test/a").identify()
     assert {url.partition(":")[0] for url in opened[: QUICK.attempts]} == {"https"}
     assert {url.partition(":")[0] for url in opened[QUICK.attempts :]} == {"http"}
+
+
+async def test_a_proxy_is_used_and_sees_only_where_the_connection_goes(tmp_path, monkeypatch):
+    """HTTPS_PROXY leads to a registry whose name only the proxy knows; the registry's certificate is checked against that name."""
+    made = image(BASE)
+    subprocess.run(
+        [
+            *[
+                "openssl",
+                "req",
+                "-x509",
+                "-newkey",
+                "rsa:2048",
+                "-nodes",
+                "-days",
+                "2",
+                "-subj",
+                "/CN=registry.test",
+                "-addext",
+                "subjectAltName=DNS:registry.test",
+            ],
+            *("-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    (tmp_path / "both.pem").write_bytes((tmp_path / "key.pem").read_bytes() + (tmp_path / "cert.pem").read_bytes())
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "cert.pem"))
+    with registries.rogue(tls=tmp_path / "both.pem") as server, registries.connect_proxy(server.address) as proxy:
+        server.hold("a", "latest", made)
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:{quote('p@ss')}@{proxy.address}")
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert await named("registry.test/a").identify() == sources.image_identity(made.config_digest)
+        with pytest.raises(StageFailed, match="certificate"):
+            await named("other.test/a").identify()
+    assert proxy.asked[0] == ("CONNECT registry.test:443", basic("me", "p@ss"))
 
 
 async def test_a_registry_that_is_not_there_is_told_as_such():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import hashlib
 import socket
 import ssl
 import threading
@@ -54,16 +55,26 @@ class RegistryImage:
         self._found: Manifest | None = None
 
     async def identify(self) -> Identity:
-        pinned = (self._reference.digest, self._platform)
-        self._found = _remembered.get(pinned)
+        self._found = None if self._reference.digest is None else _remembered.get((self._reference.digest, self._platform))
         if self._found is None:
             halt = Halt()
-            self._found = await in_thread(halt, lambda: _Pull(self._reference, self._patience, halt).manifest(self._platform))
-            if self._reference.digest is not None:
-                if len(_remembered) >= _MOST_REMEMBERED:
-                    _remembered.clear()
-                _remembered[pinned] = self._found
+            self._found = await in_thread(halt, lambda: self._look(halt))
         return image_identity(self._found.config.digest)
+
+    def _look(self, halt: Halt) -> Manifest:
+        pull = _Pull(self._reference, self._patience, halt)
+        if self._reference in _last_seen:
+            # To ask what a tag stands for is cheap everywhere, and registries that count what is read do not count it.
+            known = _remembered.get((pull.current_digest(), self._platform))
+            if known is not None:
+                return known
+        digest, found = pull.manifest(self._platform)
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.clear()
+            _last_seen.clear()
+        _remembered[digest, self._platform] = found
+        _last_seen.add(self._reference)
+        return found
 
     async def fetch(self, store: LayerStore, progress: Progress) -> Fetched:
         if self._found is None:
@@ -73,8 +84,9 @@ class RegistryImage:
         return await in_thread(halt, lambda: _Pull(self._reference, self._patience, halt).image(manifest, self._platform, store, note))
 
 
-_remembered: dict[tuple[str | None, Platform], Manifest] = {}
-"""What a digest stands for never changes: an image that is named by one is asked about once in a process."""
+_remembered: dict[tuple[str, Platform], Manifest] = {}
+"""What a digest stands for never changes: an image is asked about once in a process, and then only which one its tag is."""
+_last_seen: set[Reference] = set()
 
 
 class _Pull:
@@ -88,15 +100,26 @@ class _Pull:
         self._login = Login(web, self._reference, read_credentials(reference))
         self._what = str(reference)
 
-    def manifest(self, platform: Platform) -> Manifest:
-        """The image for this platform, through lists of images for several."""
-        wanted = self._reference.wanted
+    def manifest(self, platform: Platform) -> tuple[str, Manifest]:
+        """The image for this platform, through lists of images for several; and the digest of what the name itself stands for."""
+        wanted, top = self._reference.wanted, ""
         for _ in range(_DEEPEST_INDEX):
-            document = _manifest.parse(self._document(wanted), self._what)
+            body = self._document(wanted)
+            top = top or self._reference.digest or f"sha256:{hashlib.sha256(body).hexdigest()}"
+            document = _manifest.parse(body, self._what)
             if not _manifest.is_index(document):
-                return _manifest.read(document, self._what)
+                return top, _manifest.read(document, self._what)
             wanted = _manifest.choose(document, platform, self._what)
         raise StageFailed("image", f"{self._what}: lists of lists, more than {_DEEPEST_INDEX} deep")
+
+    def current_digest(self) -> str:
+        """Which digest the tag has now; empty when the registry does not say."""
+
+        def attempt() -> str:
+            with self._open("manifests", self._reference.wanted, {"Accept": _manifest.ACCEPT}, method="HEAD") as reply:
+                return reply.headers.get("Docker-Content-Digest", "") if reply.status == 200 else ""
+
+        return persist(self._what, self._patience, self.halt, attempt)
 
     def image(self, manifest: Manifest, platform: Platform, store: LayerStore, note: Progress) -> Fetched:
         """Its layers in the store. Blobs come several at a time; they are unpacked in order, each over those below it."""
@@ -141,8 +164,8 @@ class _Pull:
 
         return persist(self._what, self._patience, self.halt, attempt)
 
-    def _open(self, kind: str, name: str, headers: dict[str, str]) -> Reply:
-        return self._login.open("GET", f"{self._login.base}/v2/{self._reference.name}/{kind}/{name}", headers)
+    def _open(self, kind: str, name: str, headers: dict[str, str], *, method: str = "GET") -> Reply:
+        return self._login.open(method, f"{self._login.base}/v2/{self._reference.name}/{kind}/{name}", headers)
 
 
 class _Downloads:
