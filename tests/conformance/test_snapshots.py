@@ -239,14 +239,19 @@ async def test_f15_a9_a_name_that_is_no_snapshot_s_is_refused(engine, name):
 # ---- reset ----
 
 
-async def test_a_box_in_which_nothing_happened_is_kept_by_a_reset(box):
+async def test_a_box_in_which_nothing_happened_is_kept_by_a_reset(bench, box):
+    """Where that can be proven; an ordinary user's launcher cannot look into a sandbox's IPC namespace, and replaces it."""
     before = box.id
     await box.reset()
-    assert (box.id, box.ledger.resets) == (before, {"pristine": 1})
+    if bench.name == "fake" or bench.engine.substrate.marks == "trusted":
+        assert (box.id, box.ledger.resets) == (before, {"pristine": 1})
+    else:
+        assert sum(box.ledger.resets.values()) == 1
     await box.write("a", b"1")
+    dirty = box.id
     await box.reset()
-    assert box.id != before
-    assert box.ledger.resets == {"pristine": 1, "replaced": 1}
+    assert box.id != dirty
+    assert box.ledger.resets["replaced"] >= 1
     assert await names(box) == []
 
 
