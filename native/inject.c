@@ -32,7 +32,7 @@
 #define AT_SYSCALL_STOP (SIGTRAP | 0x80)
 #define RED_ZONE 256        // x86_64 keeps 128 bytes below the stack pointer in use
 #define VDSO_BYTES 16384
-#define WAKE_US 5000        // how late a deadline may be noticed
+#define WAKE_US 1000        // how late a deadline may be noticed
 
 // ---- what differs between machines ----
 

@@ -126,7 +126,7 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
         refuse(p, n->step, n->error);
         break;
     case SWAP_SPOILED:
-        refuse(p, n->step, n->error);
+        refuse(p, n->step, ESRCH);
         launcher_end(b);
         break;
     }
@@ -137,7 +137,7 @@ static void finish(struct pending *p) {
     struct box *b = launcher_find(p->handle);
     if (p->pid > 0) waitpid(p->pid, NULL, 0);
     if (!p->answered) {
-        refuse(p, "snapshot", b ? EIO : ESRCH);
+        refuse(p, "snapshot", ESRCH);
         if (b) launcher_end(b);
     }
     undo(p, b);

@@ -18,7 +18,8 @@
 #include "io.h"
 
 #define FREEZE_PATIENCE_NS 1000000000u  // a process in uninterruptible sleep holds the freezer up
-#define HOLD_PATIENCE_NS 300000000u     // stopping a thread takes 10 µs; a vfork's parent cannot be stopped at all
+#define HOLD_PATIENCE_NS 1000000000u    // for all together
+#define STOP_USUAL_NS 2000000u          // stopping a thread takes 10 µs; after this it is asked what holds it up
 #define SPIN_NS 300000u                 // waiting for cgroup.events by poll costs milliseconds, reading it in a spin 60 µs
 #define STANDERS_MAX 16384
 #define KCMP_FILES_TYPE 2
@@ -56,12 +57,18 @@ static DIR *open_dir(int dir, const char *path) {
     return d;
 }
 
-static bool is_dead(const struct still *s, pid_t tid) {
+// As `ps` shows it; X also when there is no such thread.
+static char state_of(const struct still *s, pid_t tid) {
     char path[32], text[256];
     snprintf(path, sizeof path, "%d/stat", tid);
-    if (io_read_file(s->proc, path, text, sizeof text) <= 0) return true;
+    if (io_read_file(s->proc, path, text, sizeof text) <= 0) return 'X';
     const char *name_end = strrchr(text, ')');
-    return !name_end || name_end[1] != ' ' || name_end[2] == 'Z' || name_end[2] == 'X';
+    return name_end && name_end[1] == ' ' ? name_end[2] : 'X';
+}
+
+static bool is_dead(const struct still *s, pid_t tid) {
+    char state = state_of(s, tid);
+    return state == 'Z' || state == 'X';
 }
 
 // How many system-call filters it has; -1: unknown.
@@ -161,26 +168,48 @@ static int freeze(struct still *s) {
     }
 }
 
+// Whoever waits for the child of its vfork cannot be stopped before that child goes on. It stands still all the same, for the child does.
+static bool waits_for_vfork(const struct still *s, pid_t tid) {
+    char path[32], text[256];
+    snprintf(path, sizeof path, "%d/syscall", tid);
+    if (state_of(s, tid) != 'D' || io_read_file(s->proc, path, text, sizeof text) <= 0) return false;
+    long number = strtol(text, NULL, 10);
+#ifdef SYS_vfork
+    if (number == SYS_vfork) return true;
+#endif
+    return number == SYS_clone || number == 435 /* clone3 */;
+}
+
+static int wait_for(struct still *s, struct stander *t, uint64_t until_ns) {
+    inject_deadline(io_now_ns() + STOP_USUAL_NS);
+    while (inject_wait(&t->held)) {
+        if (errno == ETIMEDOUT && waits_for_vfork(s, t->tid)) return 0;
+        if (errno != ETIMEDOUT || io_now_ns() > until_ns) return -1;
+        inject_deadline(io_now_ns() + STOP_USUAL_NS);
+    }
+    return 0;
+}
+
 // Those not yet held, until they stand.
-static int hold_new(struct still *s, size_t from) {
+static int hold_new(struct still *s, size_t from, uint64_t until_ns) {
     for (size_t i = from; i < s->count; i++) {
         struct stander *t = &s->standers[i];
         if (!inject_hold(&t->held, t->tgid, t->tid)) t->is_held = true;
         else if (!is_dead(s, t->tid)) return -1;
     }
     for (size_t i = from; i < s->count; i++)
-        if (s->standers[i].is_held && inject_wait(&s->standers[i].held)) return -1;
+        if (s->standers[i].is_held && wait_for(s, &s->standers[i], until_ns)) return -1;
     return 0;
 }
 
 int still_hold(struct still *s) {
     if (s->is_held) return 0;
-    inject_deadline(io_now_ns() + HOLD_PATIENCE_NS);
+    uint64_t until_ns = io_now_ns() + HOLD_PATIENCE_NS;
     s->is_held = true;
     size_t before = 0;
     // In a frozen group nobody is born; otherwise until a whole round finds nobody new.
     do {
-        if (hold_new(s, before)) return -1;
+        if (hold_new(s, before, until_ns)) return -1;
         before = s->count;
         if (!s->freezes && find_all(s)) return -1;
     } while (s->count > before);
@@ -321,6 +350,10 @@ int still_send(struct still *s) {
     if (s->is_held) inject_deadline(io_now_ns() + HOLD_PATIENCE_NS);
     for (size_t i = 0; i < s->count; i++) {
         struct stander *t = &s->standers[i];
+        if (t->cwd && t->is_held && !t->held.stopped && !t->held.gone) {
+            errno = EBUSY;
+            return -1;
+        }
         if (t->cwd && t->is_held && inject_chdir(&t->held, s->proc, t->cwd) && !t->held.gone) return -1;
     }
     return 0;

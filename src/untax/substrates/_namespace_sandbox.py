@@ -163,11 +163,11 @@ class NamespaceSandbox:
         try:
             answer = await self._launcher.request(wire.SNAPSHOT, struct.pack("<I", self._handle) + pack(fresh))
         except LauncherRefused as exc:
-            if exc.error in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-                raise BackendError(self.id, f"snapshot: {exc}; {remedy(exc.error)}") from exc
+            if exc.error == errno.ESRCH:
+                raise SandboxLost(self.id, f"snapshot: {exc}") from exc
             if exc.error == errno.EOPNOTSUPP:
                 raise SubstrateUnavailable(self.id, f"snapshot: {exc.step}; keep state_dir on a file system that can shift owners") from exc
-            raise SandboxLost(self.id, f"snapshot: {exc}") from exc
+            raise BackendError(self.id, f"snapshot: {exc}; {remedy(exc.error)}") from exc  # and the sandbox is as it was
         cloned, taken_ns, size = struct.unpack_from("<BQI", answer.fields)
         layer = answer.fields[13 : 13 + size].decode()
         directory = self._place.named(layer)
