@@ -6,6 +6,7 @@ Beside each stands what it aims at. Nothing there may change, nothing may stay i
 import asyncio
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -189,6 +190,19 @@ def test_r13_empty_files_stop_at_the_declared_number(tmp_path):
 
     assert len(packed) < 42_000
     assert len(list((tmp_path / "tree").iterdir())) == 2000
+
+
+def test_r13_directories_that_only_names_speak_of_are_counted(tmp_path):
+    """One entry can make as many as its name is deep: a hundred for one would be past the number of entries that is declared."""
+    tar = hostile.Tar("pax", b"")
+    for number in range(50):
+        tar.add(b"%d/" % number + b"d/" * 100 + b"f")
+    (tmp_path / "tree").mkdir()
+
+    with pytest.raises(StageFailed, match="more than 2000 directories"):
+        unpack(io.BytesIO(tar.bytes()), tmp_path / "tree", marks=MARKS, caps=Caps(entries=2000))
+
+    assert sum(len(names) for _, names, _ in os.walk(tmp_path / "tree")) <= 2001
 
 
 def test_r13_bombs_are_refused_in_a_process_with_little_memory(tmp_path):

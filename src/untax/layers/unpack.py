@@ -115,6 +115,7 @@ class _Layer:
         self._below = below
         self._caps = caps
         self._has_whiteouts = has_whiteouts
+        self._implied = 0
         self._holes = 0  # bytes that files have and the archive has not: they cost no disk, but whoever reads them time
         # Modes and times of directories are set at the end: modes may forbid writing, or hand a group down, and times change.
         self._directories: dict[bytes, tuple[int, int]] = {}
@@ -148,9 +149,9 @@ class _Layer:
 
     def finish(self) -> None:
         """Take back deletions that nothing can come of, and give directories their modes and times."""
-        for path in self._whiteouts:
-            # Overlay lists a directory that hides all below it as it lies: a whiteout in it would be seen, and lead nowhere.
-            if b"/".join(path[:-1]) in self._opaque or not self._below:
+        for path in sorted(self._whiteouts):
+            # Overlay lists a directory that it does not merge as it lies: a whiteout in it would be seen, and lead nowhere.
+            if b"/".join(path[:-1]) in self._opaque or not self._is_below(path):
                 os.unlink(path[-1], dir_fd=self._seek(path[:-1]))
         for name, (mode, mtime_ns) in sorted(self._directories.items()):
             fd = self._seek(name.split(b"/") if name else ())
@@ -313,8 +314,21 @@ class _Layer:
     def _seek(self, path: Sequence[bytes]) -> int:
         return self._descent.seek(path)
 
+    def _is_below(self, path: Sequence[bytes]) -> bool:
+        for tree in reversed(self._below):
+            try:
+                with Descent(tree) as lower:
+                    if self._status(lower.seek(path[:-1]), path[-1]) is not None:
+                        return True
+            except OSError:
+                continue
+        return False
+
     def _imply(self, path: Sequence[bytes]) -> None:
         """Give a directory that no entry has described yet the looks of the same one in the layers below."""
+        self._implied += 1
+        if self._implied > self._caps.entries:  # each entry can imply as many as its name is deep
+            raise TarError(f"more than {self._caps.entries} directories that only names speak of")
         uid, gid, mode, mtime_ns = 0, 0, 0o755, 0
         for tree in reversed(self._below):
             try:

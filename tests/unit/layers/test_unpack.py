@@ -281,9 +281,13 @@ def test_a_deletion_with_nothing_below_it_leaves_nothing(tmp_path):
     """Overlay would list such a mark by its name in a directory that it does not merge."""
     extracted(layer(b"etc/.wh.a", b"etc/b"), tmp_path / "bottom")
     extracted(layer(b"opt/.wh.a", b"opt/.wh..wh..opq", b"opt/b"), tmp_path / "opaque", below=[tmp_path / "bottom"])
+    extracted(layer(b"new/.wh.a", b"new/b", b"etc/.wh.c", b"etc/.wh.b"), tmp_path / "top", below=[tmp_path / "bottom", tmp_path / "opaque"])
 
     assert os.listdir(tmp_path / "bottom/etc") == ["b"]
     assert os.listdir(tmp_path / "opaque/opt") == ["b"]
+    assert os.listdir(tmp_path / "top/new") == ["b"]
+    assert os.listdir(tmp_path / "top/etc") == ["b"]
+    assert overlay.is_whiteout(os.lstat(tmp_path / "top/etc/b"))
 
 
 def test_a_directory_that_is_only_gone_through_looks_as_it_does_below(tmp_path):

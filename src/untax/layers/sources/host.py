@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -151,6 +152,7 @@ class _Facts:
     """What a skeleton depends on."""
 
 
+_log = logging.getLogger("untax.layers")
 _guard = threading.Lock()
 _held: dict[str, int] = {}  # skeletons that this process uses, and the locks that say so
 _latest: tuple[_Quick, _Facts] | None = None
@@ -185,7 +187,11 @@ def _views_and_path(mount_table: str) -> tuple[tuple[str, ...], str]:
     prefixes = _interpreter_prefixes()
     mounts = submounts(mount_table, [*programs, *(f"{prefix}/{name}" for prefix in prefixes for name in _OF_AN_INTERPRETER)])
     answering = [place for place, kind in mounts if _is_directory(place, is_remote=kind.startswith(_REMOTE))]
-    views = tuple([*programs, *prefixes, *sorted(answering)][:_MOST_VIEWS])
+    places = [*programs, *prefixes, *sorted(answering)]
+    views = tuple(places[:_MOST_VIEWS])
+    if missing := [*(place for place, _ in mounts if place not in answering), *places[_MOST_VIEWS:]]:
+        # A file that is mounted over another is such a one too: overlay takes directories only.
+        _log.warning("not in the image 'host', because no directory, no answer in time, or too many mounts: %s", ", ".join(missing))
     return views, ":".join([*(f"{prefix}/bin" for prefix in prefixes if os.path.isdir(f"{prefix}/bin")), _SYSTEM_PATH])
 
 
