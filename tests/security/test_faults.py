@@ -159,11 +159,14 @@ async def kill_launcher_at(where: str, state: Path, op: str) -> None:
         for outcome in outcomes:
             assert outcome is None or (isinstance(outcome, Refused) and set(outcome.families) & INFRASTRUCTURE), outcome
         # strace, which is killed when it waits for a dead tracee, may have said nothing.
-        assert struck or hostview.wait_gone(launcher, 0), f"{where}: nobody makes that call so often"
+        met = struck or hostview.wait_gone(launcher, 0)
         host.kill()
         await host.process.wait()
     assert await works(state)
     assert not await wait_clean(state, pid, 10)
+    if not met and os.geteuid() != 0:
+        pytest.skip(f"root: an ordinary user's launcher does not come to {where}")
+    assert met, f"nobody comes to {where}"
 
 
 def fields_of(op: str, name: str) -> dict:
@@ -608,8 +611,9 @@ async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
         pid = host.pid
         assert remaining or len(hostview.agents(host.pid)) <= 1  # one may be kept ready
     assert not await wait_clean(state, pid, 10)
-    if not met:
-        pytest.skip(f"nobody makes the call {call} while a sandbox is made")
+    if not met and os.geteuid() != 0:
+        pytest.skip(f"root: an ordinary user's launcher does not make the call {call}")
+    assert met, f"nobody makes the call {call} while a sandbox is made"
 
 
 async def test_x14_out_of_descriptors_is_a_refusal(state):
