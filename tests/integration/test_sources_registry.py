@@ -239,6 +239,18 @@ async def test_layers_that_another_image_brought_are_not_fetched_again(rogue, st
     assert rogue.count(f"/v2/second/blobs/{second.layer_digests[0]}") == 0
 
 
+async def test_a_layer_that_comes_twice_is_fetched_once_and_counts_where_it_comes_last(rogue, store):
+    """Overlay takes no directory twice; and a layer with nothing in it is no layer."""
+    made = image(BASE, TOP, layer({}), BASE)
+    rogue.hold("a", "latest", made)
+    first = await named(f"{rogue.address}/a").fetch(store, quiet)
+    again = await named(f"{rogue.address}/a").fetch(store, quiet)
+    assert [names[0:2] for names in files(store, first)] == [["etc", "etc/gone"], ["etc", "etc/gone"]]
+    assert "srv/new" in files(store, first)[0] and "etc/os" in files(store, first)[1]
+    assert again.adds == first.adds
+    assert rogue.count(path_of(made)) == 1
+
+
 # ---- X20 and ATK9: one that misbehaves ----
 
 

@@ -66,30 +66,39 @@ def is_index(document: dict[str, Any]) -> bool:
 
 
 def choose(index: dict[str, Any], wanted: Platform, what: str) -> str:
-    """The digest of the entry that suits this machine best; the first of several that suit it as well."""
+    """The digest of the entry that suits this machine best, the first of several; else of the only one that does not say for whom it is.
+
+    Its config says so in any case, and is believed rather than the list.
+    """
     best: tuple[int, str] | None = None
     there: list[str] = []
+    unnamed: list[str] = []
     entries = index["manifests"]
     for entry in entries if isinstance(entries, list) else ():
+        if not isinstance(entry, dict) or not is_digest(entry.get("digest")) or entry.get("mediaType") not in (*INDEXES, *MANIFESTS):
+            continue
         found = _platform(entry)
-        if found is None or not is_digest(entry.get("digest")) or entry.get("mediaType") not in (*INDEXES, *MANIFESTS):
+        if found is None:
+            unnamed.append(entry["digest"])
             continue
         there.append(str(found))
         fit = wanted.fit(found)
         if fit is not None and (best is None or fit < best[0]):
             best = fit, entry["digest"]
+    if best is None and len(unnamed) == 1:
+        return unnamed[0]
     if best is None:
         have = printable(", ".join(sorted(set(there))) or "nothing that is an image", 200)
         raise StageFailed("image", f"{what}: there is none for {wanted}, only for {have}")
     return best[1]
 
 
-def _platform(entry: object) -> Platform | None:
-    said = entry.get("platform") if isinstance(entry, dict) else None
+def _platform(entry: dict[str, Any]) -> Platform | None:
+    said = entry.get("platform")
     if not isinstance(said, dict):
         return None
-    values = [said.get(key, "") for key in ("architecture", "variant", "os")]
-    return Platform(*values) if all(isinstance(value, str) for value in values) else None
+    values = [value if isinstance(value := said.get(key, ""), str) else "unknown" for key in ("architecture", "variant", "os")]
+    return Platform(*values)
 
 
 def read(document: dict[str, Any], what: str) -> Manifest:

@@ -43,8 +43,7 @@ _VERSION = 1  # part of the recipe: raised when the same text is built to someth
 # What apt and wget say when it was the network.
 _NETWORK = re.compile(
     rb"Temporary failure resolving|Could not resolve|Could not connect|Connection (?:failed|timed out|refused)|Unable to connect|"
-    rb"\b(?:429|500|502|503|504)\b +[A-Z]|Hash Sum mismatch|Mirror sync in progress",
-    re.IGNORECASE,
+    rb"\b(?:429|50[0234]) +[A-Z][a-z]|Hash Sum mismatch|Mirror sync in progress"
 )
 
 # Runs outside the new system, whose directory is $1. Files get no later date than the mirror's own newest one.
@@ -247,7 +246,7 @@ class _Program:
         if self._is_late.is_set():
             raise StageUnavailable("image", f"{self._argv[0]} took more than {_BUILD_S:.0f} s", log)
         if code:
-            kind = StageUnavailable if _NETWORK.search(log) else StageFailed
+            kind = StageUnavailable if is_network_failure(log) else StageFailed
             raise kind("image", f"{self._argv[0]} failed with exit status {code}", log)
 
     def _finish(self) -> None:
@@ -279,6 +278,11 @@ class _Program:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+def is_network_failure(log: bytes) -> bool:
+    """Whether a builder's words say that it may work another time."""
+    return _NETWORK.search(log) is not None
 
 
 def _path() -> str:

@@ -186,10 +186,12 @@ class _Downloads:
     def open(self, blob: Descriptor) -> BinaryIO:
         """The file of a blob once it is there. With the last use its name is removed."""
         file = self._running[blob].result()
+        again = open(f"/proc/self/fd/{file.fileno()}", "rb", buffering=0)  # noqa: SIM115 - for the caller, with a place of its own
         self._uses[blob] -= 1
         if not self._uses[blob]:
             _blobs.discard(self._directory, blob)
-        return open(f"/proc/self/fd/{file.fileno()}", "rb", buffering=0)  # with a place of its own
+            file.close()
+        return again
 
     def __enter__(self) -> _Downloads:
         return self

@@ -8,7 +8,7 @@ from untax.core.errors import StageUnavailable, UsageError
 from untax.layers import sources
 from untax.layers.sources import _apt
 from untax.layers.sources._apt import Source, for_suite, parse_lines, parse_stanzas, read_sources
-from untax.layers.sources.debian import choose_builder, debootstrap, mmdebstrap, parse
+from untax.layers.sources.debian import choose_builder, debootstrap, is_network_failure, mmdebstrap, parse
 
 
 @pytest.mark.parametrize(
@@ -181,3 +181,18 @@ DPkg::Post-Invoke:: "rm -rf /";
         'Acquire::https::Proxy::mirror.test "DIRECT"',
         'Acquire::Check-Valid-Until "false"',
     ]
+
+
+def test_a_builder_that_failed_for_the_network_may_work_another_time():
+    for log in (
+        b"Err:1 http://mirror.test/debian bookworm InRelease\n  Temporary failure resolving 'mirror.test'",
+        b"Err:1 http://mirror.test/debian bookworm InRelease\n  503  Service Unavailable [IP: 192.0.2.1 80]",
+        b"E: Failed to fetch http://mirror.test/x  Could not connect to mirror.test:80 (192.0.2.1), connection timed out",
+    ):
+        assert is_network_failure(log)
+    for log in (
+        b"Get:1 http://mirror.test/debian bookworm/main amd64 x 1 [500 kB]",
+        b"E: Unable to locate package nosuchpackage",
+        b"404  Not Found",
+    ):
+        assert not is_network_failure(log)

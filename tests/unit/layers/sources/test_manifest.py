@@ -109,6 +109,14 @@ def test_what_is_listed_and_is_no_image_is_passed_over():
     )
 
 
+def test_an_entry_that_does_not_say_for_whom_it_is_comes_last():
+    unnamed = {key: value for key, value in entry("a", "").items() if key != "platform"}
+    assert chosen(unnamed, entry("b", "amd64")) == "b"
+    assert chosen(entry("b", "arm64"), unnamed) == "a"
+    with pytest.raises(StageFailed, match="none for"):  # nobody could say which of the two
+        chosen(unnamed, unnamed)
+
+
 def test_a_list_without_this_platform_says_which_it_has():
     with pytest.raises(StageFailed, match="none for linux/amd64, only for linux/arm64"):
         chosen(entry("a", "arm64"))
