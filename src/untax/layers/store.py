@@ -11,7 +11,6 @@ whoever takes it away; taking it away begins with a rename into `drafts/`, so no
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -20,18 +19,19 @@ import os
 import secrets
 import stat
 import struct
-import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from untax.core.errors import StageUnavailable, UsageError
 from untax.layers import eviction
+from untax.layers._about import Rows, difference, facts_in, seal_in, seal_now, which, write_facts
+from untax.layers._durable import fsync_directory, read_json, replace_whole, syncfs, write_synced
+from untax.layers._flock import flocked, open_lock, opened, take_named, try_exclusive
+from untax.layers._holds import Holds
 from untax.layers._remove import remove_tree
-from untax.layers.digest import TreeDigest, digest_tree, first_difference, id_of_rows, seal_tree
+from untax.layers.digest import TreeDigest, digest_tree
 from untax.layers.marks import KINDS, Marks
 from untax.layers.record import SNAPSHOT, FromLaterRelease, StageRecord, Unreadable, is_key, is_layer_id, require_key, require_layer_id
 
@@ -42,7 +42,6 @@ _FORMAT = 1
 _WHO = "store"  # what errors name as the stage: it is none of the ladder's
 _PLACES = ("trees", "stages", "drafts", "damaged", "mirrors", "caches", "downloads")
 _USE = struct.Struct("<dd")  # how often it was used, as of when
-_KEPT_S = 3600.0  # a layer that was published is held for its record this long; builds that take longer pin what they use
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -148,9 +147,7 @@ class LayerStore:
         self.root = root.absolute()
         self.marks: Marks = marks
         self.budget_bytes = budget_bytes
-        self._guard = threading.Lock()
-        self._held: dict[str, _Hold] = {}
-        self._kept: dict[str, float] = {}  # ids of layers that wait for their record, and since when
+        self._holds = Holds(lambda layer_id: self._tree_of(layer_id) / "lock")
         self._sound: dict[str, tuple[int, int]] = {}  # ids whose seal was checked, and which directory that was
         with _told(self.root):
             _make_private(self.root)
@@ -185,7 +182,7 @@ class LayerStore:
                 # Behind the gate nobody sweeps, so nobody finds the directory before its lock is held.
                 with self._gate(fcntl.LOCK_SH):
                     path.mkdir(mode=0o700)
-                    fd = _open_lock(path / "lock")
+                    fd = open_lock(path / "lock")
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 draft = Draft(self, path, fd)
                 draft.tree.mkdir()
@@ -214,7 +211,7 @@ class LayerStore:
 
     def pin(self, ids: Iterable[str]) -> Pin:
         """Hold layers in place. `StageUnavailable` when one is missing or, looked at for the first time, not as it was stored."""
-        pin = Pin(self._let_go)
+        pin = Pin(self._holds.let_go)
         try:
             for layer_id in dict.fromkeys(ids):
                 self._hold(require_layer_id(layer_id))
@@ -233,24 +230,24 @@ class LayerStore:
         with self._holding(layer_id), _told(self.root):
             path = self._tree_of(layer_id)
             self._sound.pop(layer_id, None)
-            which = _which(path)
-            with _flocked(path, fcntl.LOCK_SH):
-                is_whole = _read_seal(path) == _seal_now(path)
+            this = which(path)
+            with flocked(path, fcntl.LOCK_SH):
+                is_whole = seal_in(path) == seal_now(path)
             if not is_whole:
                 self.verify(layer_id)
-            self._sound[layer_id] = which
+            self._sound[layer_id] = this
 
     def verify(self, layer_id: str) -> None:
         """Read every byte of it. `StageUnavailable` naming what differs; such a layer is set aside."""
         with self._holding(layer_id), _told(self.root):
             path = self._tree_of(layer_id)
-            with _flocked(path, fcntl.LOCK_EX):
+            with flocked(path, fcntl.LOCK_EX):
                 try:
                     found = digest_tree(path / "tree")
                     if found.id == layer_id:
                         self._mend_facts(path, found)
                         return
-                    what = _difference(path, layer_id)
+                    what = difference(path, layer_id)
                 except (FileNotFoundError, NotADirectoryError):
                     what = "something of it is gone"
                 aside = self._set_aside(path, what)
@@ -277,9 +274,10 @@ class LayerStore:
     def put_stage(self, record: StageRecord) -> None:
         """Remember a stage. Its layers must be in the store; `StageUnavailable` otherwise, or when the disk is full."""
         with self.pin(record.adds), _told(self.root):
-            _replace(self.root / "stages" / f"{record.key}.json", record.to_json().encode(), self._gate)
+            with self._gate(fcntl.LOCK_SH):  # or a sweep could take the file for a leftover
+                replace_whole(self.root / "stages" / f"{record.key}.json", record.to_json().encode())
         for layer_id in record.adds:
-            self._unkeep(layer_id)
+            self._holds.unkeep(layer_id)
         self.used(record.key)
 
     def remove_stage(self, key: str) -> None:
@@ -312,7 +310,7 @@ class LayerStore:
         """Hold a stage against all other processes and threads that would build it; waits for whoever does."""
         path = self.root / "stages" / f"{require_key(key)}.lock"
         with _told(self.root):
-            fd = _take_named_lock(path)
+            fd = take_named(path)
         try:
             yield
         finally:
@@ -329,10 +327,10 @@ class LayerStore:
         Then the stages of least value, those that nothing stands on first. Never a layer that somebody has pinned.
         """
         freed = _Tally()
-        with _told(self.root), _flocked(self.root / "trees", fcntl.LOCK_EX):
+        with _told(self.root), flocked(self.root / "trees", fcntl.LOCK_EX):
             self._sweep()
             self._clear_damaged()
-            self._drop_expired()
+            self._holds.drop_expired()
             self._remove_unneeded(freed)
             while (short := self._shortage(wanted_bytes)) > 0:
                 if not self._evict_some(short, freed):
@@ -341,26 +339,22 @@ class LayerStore:
 
     def close(self) -> None:
         """Let go of everything that is still held. Safe to call twice."""
-        with self._guard:
-            held, self._held = self._held, {}
-            self._kept.clear()
-        for hold in held.values():
-            hold.close()
+        self._holds.close()
 
     # ---- publishing ----
 
     def _publish(self, draft: Draft) -> Layer:
         path = draft._path
-        with _opened(draft.tree) as fd:
-            _syncfs(fd)
-        rows = _Rows()
+        with opened(draft.tree) as fd:
+            syncfs(fd)
+        rows = Rows()
         found = digest_tree(draft.tree, rows.add)
         target = self._tree_of(found.id)
         if not target.is_dir():
             self._require_room(found.bytes)
-        _write_new(path / "rows", rows.packed())
-        self._write_facts(path, found.bytes, found.entries)
-        _fsync(path)
+        write_synced(path / "rows", rows.packed())
+        write_facts(path, self.marks, found.bytes, found.entries)
+        fsync_directory(path)
         while True:
             try:
                 os.rename(path, target)
@@ -373,10 +367,10 @@ class LayerStore:
             break
         lock_fd = draft._release_lock()
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        self._keep(found.id, lock_fd)
-        self._sound[found.id] = _which(target)
-        _fsync(self.root / "trees")
-        _fsync(self.root / "drafts")
+        self._holds.keep(found.id, lock_fd)
+        self._sound[found.id] = which(target)
+        fsync_directory(self.root / "trees")
+        fsync_directory(self.root / "drafts")
         return Layer(found.id, target / "tree", found.bytes, found.entries)
 
     def _same(self, layer_id: str) -> Layer | None:
@@ -384,7 +378,7 @@ class LayerStore:
         try:
             with self._holding(layer_id):
                 self.check_seal(layer_id)
-                self._keep(layer_id, None)
+                self._holds.keep_held(layer_id)
                 return self.layer(layer_id)
         except StageUnavailable:
             if self._is_there(layer_id):
@@ -393,16 +387,12 @@ class LayerStore:
 
     def _mend_facts(self, path: Path, found: TreeDigest) -> None:
         """Write what is known of a layer anew, where that is damaged or the seal was broken by something that changed nothing."""
-        if _facts_in(path) is not None and _read_seal(path) == _seal_now(path):
+        if facts_in(path) is not None and seal_in(path) == seal_now(path):
             return
         try:
-            self._write_facts(path, found.bytes, found.entries)
+            write_facts(path, self.marks, found.bytes, found.entries)
         except OSError as exc:
             _log.warning("%s is whole, but that cannot be noted (%s): it will be read again", path, exc.strerror)
-
-    def _write_facts(self, path: Path, used: int, entries: int) -> None:
-        _write_new(path / "layer.json", json.dumps({"version": _FORMAT, "marks": self.marks, "bytes": used, "entries": entries}).encode())
-        _write_new(path / "seal", json.dumps({"version": _FORMAT, "seal": seal_tree(path / "tree")}).encode())
 
     def _require_room(self, wanted: int) -> None:
         if self.budget_bytes is None:
@@ -419,35 +409,10 @@ class LayerStore:
     # ---- holding ----
 
     def _hold(self, layer_id: str) -> None:
-        with self._guard:
-            hold = self._held.get(layer_id)
-            if hold is not None and _is_same(hold.fds[-1], self._tree_of(layer_id) / "lock"):
-                hold.count += 1
-                return
         with _told(self.root):
-            fd = _take_layer_lock(self._tree_of(layer_id) / "lock")
-        if fd is None:
+            is_there = self._holds.take(layer_id)
+        if not is_there:
             raise _missing(layer_id)
-        with self._guard:
-            self._put_hold(layer_id, fd)
-
-    def _put_hold(self, layer_id: str, fd: int) -> None:
-        hold = self._held.setdefault(layer_id, _Hold())
-        if hold.fds and _is_same(hold.fds[-1], self._tree_of(layer_id) / "lock"):
-            os.close(fd)
-        else:  # one that was held before may have been set aside; whoever stands on that still does
-            hold.fds.append(fd)
-        hold.count += 1
-
-    def _let_go(self, layer_id: str) -> None:
-        with self._guard:
-            hold = self._held.get(layer_id)
-            if hold is None:
-                return
-            hold.count -= 1
-            if hold.count <= 0:
-                del self._held[layer_id]
-                hold.close()
 
     @contextlib.contextmanager
     def _holding(self, layer_id: str) -> Iterator[None]:
@@ -455,36 +420,14 @@ class LayerStore:
         try:
             yield
         finally:
-            self._let_go(layer_id)
-
-    def _keep(self, layer_id: str, fd: int | None) -> None:
-        with self._guard:
-            is_first = layer_id not in self._kept
-            self._kept[layer_id] = time.monotonic()
-            if fd is not None:
-                self._put_hold(layer_id, fd)
-                if not is_first:
-                    self._held[layer_id].count -= 1
-            elif is_first:
-                self._held[layer_id].count += 1
-
-    def _unkeep(self, layer_id: str) -> None:
-        with self._guard:
-            is_kept = self._kept.pop(layer_id, None) is not None
-        if is_kept:
-            self._let_go(layer_id)
-
-    def _drop_expired(self) -> None:
-        now = time.monotonic()
-        for layer_id in [one for one, since in list(self._kept.items()) if now - since > _KEPT_S]:
-            self._unkeep(layer_id)
+            self._holds.let_go(layer_id)
 
     def _check_once(self, layer_id: str) -> None:
         try:
-            which = _which(self._tree_of(layer_id))
+            this = which(self._tree_of(layer_id))
         except OSError as exc:
             raise _missing(layer_id) from exc
-        if self._sound.get(layer_id) != which:
+        if self._sound.get(layer_id) != this:
             self.check_seal(layer_id)
 
     # ---- removing ----
@@ -529,7 +472,7 @@ class LayerStore:
     def _remove_layer(self, layer_id: str) -> bool:
         """Take a layer away unless somebody uses it or a record names it."""
         path = self._tree_of(layer_id)
-        fd = _try_exclusive(path / "lock")
+        fd = try_exclusive(path / "lock")
         if fd is None:
             return False
         try:
@@ -539,7 +482,7 @@ class LayerStore:
             gone = self.root / "drafts" / f"gone-{secrets.token_hex(8)}"
             os.rename(path, gone)
             fcntl.flock(fd, fcntl.LOCK_SH)  # lets those who wait for it learn that it is gone, and still keeps sweepers off
-            _fsync(self.root / "trees")
+            fsync_directory(self.root / "trees")
             remove_tree(gone)
         finally:
             os.close(fd)
@@ -549,7 +492,7 @@ class LayerStore:
         stages = self.root / "stages"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(stages / f"{key}.json")
-            _fsync(stages)
+            fsync_directory(stages)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(stages / f"{key}.use")
 
@@ -568,10 +511,10 @@ class LayerStore:
         return found.f_bavail * found.f_frsize
 
     def _is_in_use(self, layer_id: str) -> bool:
-        if layer_id in self._held:
+        if layer_id in self._holds:
             return True
         path = self._tree_of(layer_id) / "lock"
-        fd = _try_exclusive(path)
+        fd = try_exclusive(path)
         if fd is None:
             return path.exists()
         os.close(fd)
@@ -585,7 +528,7 @@ class LayerStore:
                 for path in place.glob(".new-*"):
                     path.unlink(missing_ok=True)
             for path in sorted((self.root / "drafts").iterdir()):
-                fd = _try_exclusive(path / "lock", create=True)
+                fd = try_exclusive(path / "lock", create=True)
                 if fd is not None:
                     dead.append((path, fd))
                 elif not stat.S_ISDIR(path.lstat().st_mode):
@@ -600,7 +543,7 @@ class LayerStore:
             if path.is_symlink() or not path.is_dir():
                 path.unlink(missing_ok=True)
                 continue
-            fd = _try_exclusive(path / "lock", create=True)
+            fd = try_exclusive(path / "lock", create=True)
             if fd is not None:
                 remove_tree(path)
                 os.close(fd)
@@ -632,11 +575,11 @@ class LayerStore:
         if value is not None:
             self._set_aside(path, "it does not say which format this is")
         for layer_id in self._layer_ids():  # a lost file must not mix two kinds of marks
-            facts = _read_json(self._tree_of(layer_id) / "layer.json")
+            facts = read_json(self._tree_of(layer_id) / "layer.json")
             if facts is not None and facts.get("marks") in KINDS:
                 self._require_format(_FORMAT, facts["marks"])
                 break
-        _replace(path, json.dumps({"version": _FORMAT, "marks": self.marks}).encode(), None)
+        replace_whole(path, json.dumps({"version": _FORMAT, "marks": self.marks}).encode())
 
     def _require_format(self, version: int, found: object) -> None:
         if version != _FORMAT:
@@ -648,12 +591,12 @@ class LayerStore:
     def _facts(self, layer_id: str) -> tuple[int, int] | None:
         """Bytes and entries; None without such a layer. What cannot be read is found out again from the tree itself."""
         path = self._tree_of(layer_id)
-        facts = _facts_in(path)
+        facts = facts_in(path)
         if facts is None and path.is_dir():
             _log.warning("%s: layer.json is damaged; reading the layer to write it anew", path)
             with contextlib.suppress(StageUnavailable):
                 self.verify(layer_id)
-            facts = _facts_in(path)
+            facts = facts_in(path)
         return facts
 
     def _read_record(self, key: str) -> StageRecord | None:
@@ -697,24 +640,12 @@ class LayerStore:
 
     @contextlib.contextmanager
     def _gate(self, how: int) -> Iterator[None]:
-        fd = _open_lock(self.root / ".gate")
+        fd = open_lock(self.root / ".gate")
         try:
             fcntl.flock(fd, how)
             yield
         finally:
             os.close(fd)
-
-
-class _Hold:
-    """A layer that this process uses, however often: one descriptor, because leases are many and descriptors are few."""
-
-    def __init__(self) -> None:
-        self.fds: list[int] = []
-        self.count = 0
-
-    def close(self) -> None:
-        while self.fds:
-            os.close(self.fds.pop())
 
 
 class _Tally:
@@ -761,193 +692,8 @@ def _make_private(path: Path) -> None:
         raise UsageError(f"the store {path} can be written by others; chmod 700 it, or name another state_dir")
 
 
-# ---- locks ----
-
-
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def _is_same(fd: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except OSError:
-        return False
-
-
-def _take_named_lock(path: Path) -> int:
-    """An exclusive lock on the file that has this name now; those before it may have taken the name away with them."""
-    while True:
-        fd = _open_lock(path)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if _is_same(fd, path):
-                return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
-
-
-def _take_layer_lock(path: Path) -> int | None:
-    """A shared lock on a layer that is in its place; None when there is none. Those who hold it exclusively do so for an instant."""
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            if not path.parent.is_dir():
-                return None
-            fd = _open_lock(path)  # somebody removed the file alone
-        fcntl.flock(fd, fcntl.LOCK_SH)
-        if _is_same(fd, path):
-            return fd
-        os.close(fd)
-
-
-def _try_exclusive(path: Path, *, create: bool = False) -> int | None:
-    """An exclusive lock on the file that has this name, when nobody else has any on it."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        return None
-    if not _is_same(fd, path):
-        os.close(fd)
-        return None
-    return fd
-
-
-@contextlib.contextmanager
-def _flocked(directory: Path, how: int) -> Iterator[None]:
-    with _opened(directory) as fd:
-        fcntl.flock(fd, how)
-        yield
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[int]:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-# ---- files ----
-
-
-def _syncfs(fd: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syncfs(fd) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-def _fsync(directory: Path) -> None:
-    with _opened(directory) as fd:
-        os.fsync(fd)
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Write and sync a file of ours; one that is there is written over."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(fd, view) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _replace(path: Path, data: bytes, gate: Callable[[int], contextlib.AbstractContextManager[None]] | None) -> None:
-    """Put a whole file in place of `path`, or leave everything as it was. Behind the gate, so that no sweep takes it for a leftover."""
-    fresh = path.with_name(f".new-{secrets.token_hex(8)}")
-    with gate(fcntl.LOCK_SH) if gate is not None else contextlib.nullcontext():
-        try:
-            _write_new(fresh, data)
-            os.rename(fresh, path)
-        except BaseException:
-            fresh.unlink(missing_ok=True)
-            raise
-    _fsync(path.parent)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _unpack_use(data: bytes) -> tuple[float, float]:
     if len(data) != _USE.size:
         return 0.0, 0.0
     uses, since = _USE.unpack(data)
     return (uses, since) if 0.0 <= uses < 1e12 and 0.0 <= since < 1e12 else (0.0, 0.0)
-
-
-def _which(path: Path) -> tuple[int, int]:
-    st = path.lstat()
-    return st.st_ino, st.st_ctime_ns
-
-
-def _read_seal(path: Path) -> object:
-    found = _read_json(path / "seal")
-    return found.get("seal") if found is not None else None
-
-
-def _seal_now(path: Path) -> str:
-    try:
-        return seal_tree(path / "tree")
-    except (FileNotFoundError, NotADirectoryError):
-        return "gone"
-
-
-def _facts_in(path: Path) -> tuple[int, int] | None:
-    facts = _read_json(path / "layer.json")
-    if facts is None or type(facts.get("bytes")) is not int or type(facts.get("entries")) is not int:
-        return None
-    return facts["bytes"], facts["entries"]
-
-
-class _Rows:
-    """The rows of a digest, packed as they come: only to be able to say later what differs."""
-
-    def __init__(self) -> None:
-        self._packer = zlib.compressobj(1)
-        self._packed: list[bytes] = []
-
-    def add(self, row: bytes) -> None:
-        self._packed.append(self._packer.compress(len(row).to_bytes(4, "little") + row))
-
-    def packed(self) -> bytes:
-        return b"".join([*self._packed, self._packer.flush()])
-
-
-def _unpacked(data: bytes) -> list[bytes]:
-    data = zlib.decompress(data)
-    rows = []
-    at = 0
-    while at < len(data):
-        length = int.from_bytes(data[at : at + 4], "little")
-        rows.append(data[at + 4 : at + 4 + length])
-        at += 4 + length
-    return rows
-
-
-def _difference(path: Path, layer_id: str) -> str:
-    try:
-        known = _unpacked((path / "rows").read_bytes())
-    except (OSError, zlib.error):
-        return "its digest is another"
-    if id_of_rows(known) != layer_id:
-        return "its digest is another, and the list of what it held is damaged too"
-    found: list[bytes] = []
-    digest_tree(path / "tree", found.append)
-    return first_difference(known, found)

@@ -723,7 +723,7 @@ def test_a_write_that_was_lost_on_its_way_to_the_disk_is_a_failure(store, monkey
     def fail(fd):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(store_module, "_syncfs", fail)
+    monkeypatch.setattr(store_module, "syncfs", fail)
 
     with pytest.raises(StageUnavailable, match="full"):
         publish(store)
