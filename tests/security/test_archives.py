@@ -63,8 +63,8 @@ class Ground:
         return fetched
 
     def look(self):
-        """Everything beside and in the store, apart from how often what was used."""
-        found = {path: row for path, row in treelist.listing(self.around).items() if not path.startswith("store/stages/")}
+        """Everything beside and in the store, apart from its notes on which layer was unpacked from what."""
+        found = {path: row for path, row in treelist.listing(self.around).items() if not path.startswith("store/downloads/chains")}
         return found, os.path.lexists("/tmp/canary"), sorted(os.listdir(self.around.parent))
 
 

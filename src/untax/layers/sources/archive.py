@@ -26,7 +26,8 @@ from untax.core.tar import TarError, components
 from untax.layers import tarball
 from untax.layers.blob import Blob, Caps
 from untax.layers.sources import Fetched, Progress, Stop, _manifest, image_identity, in_thread, progress_from_thread
-from untax.layers.sources._image import PackedLayer, put_image
+from untax.layers.sources._chain import Chain
+from untax.layers.sources._image import PackedLayer
 from untax.layers.sources._reference import is_digest, this_platform
 from untax.layers.sources.config import MOST_BYTES, ReadConfig, read_config
 from untax.layers.tarball import Tarball
@@ -145,7 +146,9 @@ class _Packaged:
             if self._found not in (None, image.config.digest):
                 raise StageUnavailable("image", f"{image.what}: it is another image now than when it was asked about; ask again")
             layers = [PackedLayer(functools.partial(folder.open, name), folder.size(name), digest) for name, digest in image.layers]
-            return put_image(store, image.what, image.config, layers, check=stop.check, progress=progress)
+            if len(layers) != len(image.config.diff_ids):
+                raise StageFailed("image", f"{image.what}: it has {len(layers)} layers and its config names {len(image.config.diff_ids)}")
+            return Chain(store, image.what, image.config).put(layers, check=stop.check, progress=progress)
 
     def _image(self, folder: _Folder, wanted: str | None) -> _Image:
         raise NotImplementedError
