@@ -89,6 +89,22 @@ async def test_python_of_the_repository_is_compiled_and_an_edit_still_counts(sta
     assert edited.text == "42\n"
 
 
+async def test_q10_128_leases_of_one_missing_stage_build_it_once(state, project):
+    """The build writes a line into its cache, which outlives it; two engines of the same store ask at the same time."""
+    spec = untax.EnvSpec(repo=project, setup=("echo built >> /var/cache/untax/journal; echo 1 > made",))
+
+    async def read(engine):
+        async with engine.lease(spec) as box:
+            return await box.read("made")
+
+    async with untax.Engine(state_dir=state) as one, untax.Engine(state_dir=state) as other:
+        found = await asyncio.gather(*(read(engine) for engine in (one, other) for _ in range(64)))
+
+    (journal,) = (state / "layers" / "caches").glob("*/journal")
+    assert journal.read_text() == "built\n"
+    assert found == [b"1\n"] * 128
+
+
 async def test_a_set_up_that_fails_tells_every_lease_why_and_is_tried_again(state, project):
     spec = untax.EnvSpec(repo=project, setup=("echo the reason; false",))
     async with untax.Engine(state_dir=state) as engine:

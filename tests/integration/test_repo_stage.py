@@ -1,6 +1,7 @@
 """Repositories at a commit, through real git: from paths, bundles and a smart HTTP server of our own on loopback."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -9,16 +10,19 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from tests import hostview
 from tests.gitserver import git_server, run_git
+from tests.unit.layers import private
 
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, Repo
 from untax.core.stage import Identity
 from untax.layers import marks, mirrors, repo
+from untax.layers._held import file_lock
 from untax.layers.build import Stages
 from untax.layers.copy import copy_tree
 from untax.layers.store import LayerStore
@@ -341,6 +345,40 @@ async def test_an_abbreviated_hash_is_enough_unless_it_may_be_several(history, s
     run_git("update-ref", "refs/heads/main", one, cwd=many)
     with pytest.raises(UsageError, match="give more digits"):
         await stages.repo_tree(Repo(str(many), one[:4]))
+    empty = await stages.repo_tree(Repo(str(many), one))
+    assert os.listdir(empty.path) == [".git"] and inside(empty.path, "status", "--porcelain") == ""
+
+
+async def test_f15_names_that_mean_something_to_a_shell_a_url_or_a_mount_are_names(history, tmp_path):
+    odd = tmp_path / "o d,d:=\\%41$(id)#?'\"\nname"
+    shutil.copytree(history.bare, odd)
+    with pytest.raises(UsageError, match="control characters"):
+        await stages_in(tmp_path).repo_tree(Repo(str(odd), history.base))
+    plain = odd.rename(tmp_path / odd.name.replace("\n", ""))
+    place = "/a b,c:d\\e=f/upperdir=/$(id)"
+    made = await stages_in(tmp_path).root(EnvSpec(image="dir:x", repo=Repo(str(plain), history.base), workdir=place))
+    quoted = await stages_in(tmp_path).repo_tree(Repo("file://" + quote(str(plain)), history.base))
+
+    assert inside(Path(made.root.layers[-1]) / place[1:], "rev-parse", "HEAD") == history.base
+    assert inside(quoted.path, "rev-parse", "HEAD") == history.base
+
+
+async def test_a_path_may_be_named_from_where_the_program_works(history, stages, monkeypatch):
+    monkeypatch.chdir(history.work.parent)
+    made = await stages.repo_tree(Repo("work", history.base))
+
+    assert inside(made.path, "rev-parse", "HEAD") == history.base
+
+
+async def test_a_repository_that_is_shallow_itself_gives_what_it_has(history, stages, tmp_path):
+    clone = tmp_path / "clone"
+    run_git("clone", "-q", "--depth", "1", "--branch", "old", f"file://{history.bare}", str(clone), cwd=tmp_path)
+    tip = run_git("rev-parse", "HEAD", cwd=clone)
+    with pytest.raises(StageFailed, match="depth="):
+        await stages.repo_tree(Repo(str(clone), tip))
+    made = await stages.repo_tree(Repo(str(clone), tip, 1))
+
+    assert inside(made.path, "log", "--all", "--format=%H").split() == [tip]
 
 
 async def test_a_commit_that_is_not_there_is_the_recipes_failure(history, served, stages):
@@ -501,6 +539,47 @@ async def test_a_damaged_mirror_is_made_anew(history, served, stages, tmp_path, 
 
     assert inside(made.path, "fsck", "--full", "--no-progress") == ""
     assert "damaged" in caplog.text
+
+
+async def test_mirrors_that_nobody_uses_any_more_can_be_removed(history, stages, tmp_path):
+    root = tmp_path / "layers/mirrors"
+    await stages.repo_tree(Repo(str(history.bare), history.base))
+    await stages.repo_tree(Repo(str(history.work), history.base))
+    kept, old = (mirrors.origin_of(str(path)).name for path in (history.bare, history.work))
+    os.utime(root / f"{old}.lock", (1, 1))
+
+    assert mirrors.remove_unused(root, unused_s=3600) == [old]
+    assert (root / kept).is_dir() and not (root / old).exists()
+    with file_lock(root / f"{kept}.lock"):
+        os.utime(root / f"{kept}.lock", (1, 1))
+        assert mirrors.remove_unused(root, unused_s=3600) == [], "somebody fills it"
+    await stages.repo_tree(Repo(str(history.work), history.past[1]))
+    assert (root / old).is_dir()
+
+
+def _fill_a_small_disk(history, place):
+    """In a process of its own, over a file system of 1 MiB."""
+    private.mount("tmpfs", place, "size=1m")
+
+    async def build():
+        made = Stages(LayerStore(place / "layers", marks=KIND), find=lambda _: Here(place))
+        with pytest.raises(StageUnavailable) as told:
+            await made.repo_tree(Repo(str(history.work), history.base))
+        assert "room" in told.value.message or "full" in told.value.message, told.value
+        assert not list((place / "layers/drafts").iterdir()) and not list((place / "layers/trees").iterdir())
+        (place / "ballast").unlink()
+        assert (await made.repo_tree(Repo(str(history.work), history.base))).path.is_dir()
+
+    LayerStore(place / "layers", marks=KIND).close()
+    with contextlib.suppress(OSError), (place / "ballast").open("wb") as file:
+        file.write(bytes(1 << 20))
+        file.flush()
+    asyncio.run(build())
+
+
+def test_x9_a_full_disk_is_unavailable_and_leaves_nothing_in_the_way(history, tmp_path):
+    private.require_root()
+    private.in_private_mounts(_fill_a_small_disk, history, tmp_path)
 
 
 async def test_progress_is_told_in_bytes(history, served, tmp_path):

@@ -79,9 +79,22 @@ async def held(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
 @contextlib.contextmanager
 def file_lock(path: Path) -> Iterator[int]:
     """An exclusive lock on a file that is made when it is missing; gives its descriptor. Whoever inherits that, holds the lock too."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not _is_still(fd, path):  # its holder removed it: the name is another file's by now, or nobody's
+                continue
+            yield fd
+            return
+        finally:
+            os.close(fd)
+
+
+def _is_still(fd: int, path: Path) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield fd
-    finally:
-        os.close(fd)
+        named = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    held = os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)

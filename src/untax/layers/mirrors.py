@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,7 +17,8 @@ import posixpath
 import random
 import re
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -60,7 +62,7 @@ class Origin:
 
 
 _SCP = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*@[A-Za-z0-9_.][A-Za-z0-9_.-]*:[^:]+")
-_FORMS = "https://…, http://…, ssh://…, user@host:path, file:///…, an absolute path of a repository or of a bundle file"
+_FORMS = "https://…, http://…, ssh://…, user@host:path, file:///…, the path of a repository or of a bundle file"
 
 
 def origin_of(url: str) -> Origin:
@@ -68,7 +70,11 @@ def origin_of(url: str) -> Origin:
     if any(ord(c) < 0x20 or ord(c) == 0x7F for c in url):
         raise UsageError(f"Repo.url {url!r} has control characters in it")
     if url.startswith("file://"):
+        if urlsplit(url).netloc not in ("", "localhost"):
+            raise UsageError(f"Repo.url {url!r} names a file on another machine; the forms are: {_FORMS}")
         url = unquote(urlsplit(url).path)
+    elif "://" not in url and os.path.exists(url):
+        url = os.path.abspath(url)  # named from where this process works: the commit says what it is, wherever it lies
     if url.startswith("/"):
         path = posixpath.normpath(url)
         return Origin("bundle" if os.path.isfile(path) else "path", path)
@@ -119,6 +125,8 @@ _TRANSIENT = re.compile(
     re.IGNORECASE,
 )
 
+_FULL = re.compile(rb"no space left|disk quota exceeded", re.IGNORECASE)
+
 
 class Mirrors:
     """Copies of repositories on this machine, below one directory; for several engines at once."""
@@ -138,11 +146,13 @@ class Mirrors:
         full = self._root / origin.name
         found = await self._resolve(full, commit)
         if found is not None:
+            self._note_use(full)
             return full, found
         if repo.depth is not None and is_whole and origin.kind != "bundle":
             # A mirror for each: fetching one commit with little history would cut the history of others in the same mirror short.
             shallow = self._root / f"{origin.name}-{commit}-{repo.depth}"
             if await self._resolve(shallow, commit) or await self._fetch(shallow, origin, commit, repo.depth, progress):
+                self._note_use(shallow)
                 return shallow, commit
         found = await self._fetch(full, origin, commit, None, progress)
         if found is None:
@@ -150,6 +160,10 @@ class Mirrors:
                 "repo", f"{without_password(repo).url} has no commit {repo.commit} on any branch or tag, nor gives it by its hash"
             )
         return full, found
+
+    def _note_use(self, mirror: Path) -> None:
+        with contextlib.suppress(OSError):
+            os.utime(self._root / f"{mirror.name}.lock")
 
     async def forget(self, mirror: Path) -> None:
         """Remove a mirror that turned out to be damaged."""
@@ -183,8 +197,8 @@ class Mirrors:
             if len(commit) in (40, 64) and origin.kind != "bundle":
                 ask = [*(("--depth", str(depth)) if depth else ()), "origin", f"+{commit}:refs/untax/{commit}"]
                 ran = await self._transfer(mirror, origin, ask, lock, progress)
-                if ran.code == 0:
-                    return await self._resolve(mirror, commit)
+                if ran.code == 0 and await self._resolve(mirror, commit):
+                    return commit
                 log.debug("%s does not give %s by its hash: %s", origin.url, commit, ran.log.decode(errors="replace"))
             if depth is not None:
                 return None
@@ -193,6 +207,8 @@ class Mirrors:
             if ran.code != 0:
                 raise StageFailed("repo", f"cannot fetch from {origin.url}", ran.log)
             found = await self._resolve(mirror, commit)
+            if found is None and b"shallow roots" in ran.log:
+                raise StageFailed("repo", f"{origin.url} has only a part of its history itself; ask for as much by depth=…", ran.log)
             if found is not None:
                 await self._ask(mirror, "update-ref", f"refs/untax/{found}", found)  # stays when its branch moves on
             return found
@@ -227,6 +243,8 @@ class Mirrors:
                 )
             except TimeoutError:
                 raise StageUnavailable("repo", f"{origin.url} did not finish within {_FETCH_PATIENCE_S:g} s") from None
+            if _FULL.search(ran.log):
+                raise StageUnavailable("repo", f"no room in {self._root}; free some, or keep state_dir elsewhere", ran.log)
             if ran.code == 0 or _MISSING.search(ran.log) or not _TRANSIENT.search(ran.log):
                 return ran
             if attempt < _ATTEMPTS:
@@ -262,3 +280,26 @@ class _Received:
             number, unit = amounts[-1]
             with contextlib.suppress(ValueError):
                 self._progress(self._what, int(float(number) * self._UNITS[unit]), None)
+
+
+def remove_unused(root: Path, *, unused_s: float) -> list[str]:
+    """Remove the mirrors below `root` that nobody has used for so long, and is not filling now; gives their names. Blocks."""
+    removed = []
+    for lock in sorted(root.glob("*.lock")):
+        with contextlib.suppress(OSError), _free(lock):
+            if lock.stat().st_mtime < time.time() - unused_s:
+                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+                lock.unlink()
+                removed.append(lock.stem)
+    return removed
+
+
+@contextlib.contextmanager
+def _free(path: Path) -> Iterator[None]:
+    """A lock that nobody holds, held meanwhile; an `OSError` when somebody does."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
