@@ -39,7 +39,7 @@ async def _many(engine: untax.Engine, snapshot: untax.Snapshot) -> tuple[float, 
         took = time.perf_counter() - begin
         await asyncio.gather(*(box.write(f"token-{i}", str(i).encode()) for i, box in enumerate(group)))
         seen = await asyncio.gather(*(box.list() for box in group))
-    wrong = sum({e.name for e in entries if e.name.startswith(b"token-")} != {b"token-%d" % i} for i, entries in enumerate(seen))
+    wrong = sum({e.name for e in entries if e.name.startswith("token-")} != {f"token-{i}"} for i, entries in enumerate(seen))
     return took, wrong
 
 
