@@ -87,6 +87,7 @@ class Tenancy:
         self._standing: Ground | None = None  # what the sandbox stands on now
         self._sandbox: Sandbox | None = None
         self._channel: Channel | None = None
+        self._parting: tuple[Sandbox, Ground | None] | None = None  # still to be destroyed
         self._over: str | None = None  # why no action is possible any more
         self._blameless = False  # it is over because the holder wanted it so
         self._is_paused = False
@@ -128,8 +129,7 @@ class Tenancy:
                 is_pristine = await self._is_pristine()
                 self._check_wanted()
                 if not is_pristine:
-                    self._leave("the box was reset")
-                    await self._open(None)
+                    await self._replace()
                 self._ledger.was_reset("pristine" if is_pristine else "replaced")
             except BaseException as exc:
                 self._over = self._over or f"its reset failed: {exc}"
@@ -139,6 +139,18 @@ class Tenancy:
                 raise
             finally:
                 self._ledger.add("reset", *watch.part())
+                self._see_off("the box was reset")
+
+    async def _replace(self) -> None:
+        self._part()
+        try:
+            await self._open(None)
+        except CreateError as exc:
+            log.info("sandbox %s had no successor beside it (%s); another is made once it is gone", self.id, exc.message)
+            self._leave("the box was reset")
+            if self._leaving:
+                await asyncio.wait(self._leaving)
+            await self._open(None)
 
     async def _is_pristine(self) -> bool:
         """Whether keeping the sandbox is as good as replacing it, as far as that can be proven."""
@@ -361,15 +373,27 @@ class Tenancy:
 
     def _leave(self, reason: str) -> None:
         """Let go of the sandbox: no action reaches it any more, and it is destroyed in the background."""
+        self._see_off(reason)
+        self._part()
+        self._see_off(reason)
+
+    def _part(self) -> None:
+        """No action reaches the sandbox from here on."""
         sandbox, channel, standing = self._sandbox, self._channel, self._standing
         self._sandbox = self._channel = self._standing = None
         if channel is not None:
             channel.close()
         if sandbox is not None:
-            task = self._engine.chore(self._engine.destroy(sandbox, standing))
+            self._parting = (sandbox, standing)
+
+    def _see_off(self, reason: str) -> None:
+        """Destroy, in the background, the sandbox that was parted with. A reset does so last: a hundred processes that die make their successor wait."""
+        parting, self._parting = self._parting, None
+        if parting is not None:
+            task = self._engine.chore(self._engine.destroy(*parting))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
-            log.debug("sandbox %s goes: %s", sandbox.id, reason)
+            log.debug("sandbox %s goes: %s", parting[0].id, reason)
 
     def _give_ground_up(self) -> None:
         ground, self._ground = self._ground, None

@@ -407,6 +407,23 @@ async def test_a_reset_does_not_wait_for_the_old_sandbox_to_go(fake, engine, spe
         gate.set()
 
 
+async def test_a_reset_without_room_for_two_destroys_first(fake, engine, spec):
+    async with engine.lease(spec) as box:
+        await box.write("a", b"1")
+        create = fake.create_on
+
+        async def one_at_a_time(*args, **options):
+            if fake.live:
+                raise untax.CreateError("", "too many live sandboxes")
+            return await create(*args, **options)
+
+        fake.create_on = one_at_a_time
+        await box.reset()
+        with pytest.raises(untax.NotFound):
+            await box.read("a")
+        assert box.ledger.verdict == "trusted"
+
+
 # ---- what an image says ----
 
 
