@@ -18,7 +18,7 @@
 
 #include "io.h"
 
-#define DEPTH_MAX 400            // each level takes two descriptors and a buffer
+#define DEPTH_MAX 300            // each level takes three descriptors and a buffer
 #define NAMES_MAX 65536          // what the kernel gives at most
 #define PIECE (1u << 20)
 
