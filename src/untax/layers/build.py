@@ -109,12 +109,15 @@ class Stages:
         self._identifying: Flights[_Image] = Flights(drop=lambda _: None)
         self._building: Flights[_Made] = Flights(drop=lambda made: made.pin.close())
 
-    async def root(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
+    async def root(self, spec: EnvSpec, *, progress: Progress | None = None, ask_again: bool = False) -> Prepared:
         """What `spec` stands on, built where it is missing. `StageError` says why it cannot be; `UsageError`, what is wrong with the spec.
 
-        `progress` is told of a build by whoever began it. What an image's name stands for is asked once, and again when its file has changed.
+        `progress` is told of a build by whoever began it. What an image's name stands for is asked once, and again when its file has changed
+        or the caller wants to know.
         """
         self._check(spec)
+        if ask_again:
+            self._images.pop(spec.image, None)
         image = await self._identify(spec.image)
         stages = stages_of(_without_secrets(spec), image.identity)
         built: dict[str, float] = {}

@@ -159,6 +159,7 @@ class Mirrors:
             raise StageFailed(
                 "repo", f"{without_password(repo).url} has no commit {repo.commit} on any branch or tag, nor gives it by its hash"
             )
+        self._note_use(full)
         return full, found
 
     def _note_use(self, mirror: Path) -> None:

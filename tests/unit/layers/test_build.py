@@ -267,6 +267,19 @@ async def test_an_image_in_a_file_is_asked_what_it_is_again_when_the_file_has_ch
     assert first.stages[1].key != second.stages[1].key
 
 
+async def test_a_name_stands_for_one_image_in_an_engine_unless_it_is_asked_again(store):
+    source = Counting()
+    made = stages(store, source)
+    spec = EnvSpec(image="registry:x/y:latest")
+    first = await made.root(spec)
+    source.identity = Identity("image:2")
+    same = await made.root(spec)
+    moved = await made.root(spec, ask_again=True)
+
+    assert first.root == same.root != moved.root
+    assert (Path(moved.root.layers[0]) / "hello").read_text() == "image:2"
+
+
 async def test_an_image_that_could_not_be_fetched_is_asked_what_it_is_the_next_time(store):
     source = Counting(failures=[StageUnavailable("image", "it changed meanwhile")])
     made = stages(store, source)
