@@ -127,8 +127,9 @@ class Engine:
                 log.warning("while closing: %s: %s", type(outcome).__name__, outcome)
         await self._wait_chores()
         await self._quarantine.aclose()
+        self._warehouse.let_go()
+        await self._wait_chores()
         self._warehouse.close()
-        await self._wait_chores()  # layers that nobody stands on any more
         if isinstance(self.substrate, Service):
             await self.substrate.aclose()
 

@@ -98,12 +98,16 @@ class Shelf:
     # ---- in the store ----
 
     async def save(self, snapshot: Snapshot) -> None:
-        if len(snapshot.ground.own) > DEEPEST:
-            await self._flatten(snapshot)
-        ground = snapshot.ground.hold()
+        """Whoever waits may leave: what was begun is finished, because a half is of use to nobody."""
+        saving = self._engine.chore(self._saved(snapshot))
+        saving.add_done_callback(_heard)
+        await asyncio.shield(saving)
+
+    async def _saved(self, snapshot: Snapshot) -> None:
+        ground = await self.ground(snapshot)
         try:
-            work = self._engine.chore(asyncio.to_thread(_store, self._grounds.store, snapshot, ground))
-            await asyncio.shield(work)
+            await asyncio.to_thread(_store, self._grounds.store, snapshot, ground)
+            snapshot.was_saved()
         finally:
             ground.release()
 
@@ -146,6 +150,11 @@ class Shelf:
         own = tuple(map(Path, root.layers[stage_layers:]))
         supports = (*below.supports, Support(pin.close))
         return Ground(root, below.stages, stage_layers, supports, len(supports), own)
+
+
+def _heard(saving: asyncio.Task[None]) -> None:
+    if not saving.cancelled():
+        saving.exception()  # told to whoever waits, if anybody still does
 
 
 def _store(store: LayerStore, snapshot: Snapshot, ground: Ground) -> None:

@@ -46,7 +46,6 @@ class Snapshot:
         """
         if not self._is_saved:
             await self._engine.warehouse.shelf.save(self)
-            self._is_saved = True
         return self.id
 
     async def drop(self) -> None:
@@ -71,6 +70,9 @@ class Snapshot:
         before, self._ground = self._ground, ground
         if before is not None:
             before.release()
+
+    def was_saved(self) -> None:
+        self._is_saved = True
 
     def let_go(self) -> None:
         ground, self._ground = self._ground, None

@@ -52,11 +52,14 @@ class Warehouse:
         if isinstance(self._engine.substrate, Layered):
             await self._open(self._engine.substrate.marks)
 
-    def close(self) -> None:
+    def let_go(self) -> None:
+        """Of every snapshot that is not saved and every stage; what that removes is the engine's chore."""
         if self._shelf is not None:
             self._shelf.close()
         if self._grounds is not None:
             self._grounds.close()
+
+    def close(self) -> None:
         if self._opened is not None:
             self._opened.close()
 

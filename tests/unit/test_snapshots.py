@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import random
+import threading
 
 import pytest
 
 import untax
-from untax import quarantine
+from untax import quarantine, shelf
 from untax.testing import FakeExit, LayeredFake
 
 
@@ -314,6 +315,54 @@ async def test_a_damaged_layer_refuses_the_saved_snapshot_that_has_it(fake, make
         with pytest.raises(untax.StageUnavailable):
             await engine.restore(saved)
     assert not fake.live
+
+
+async def test_one_who_is_cancelled_while_saving_leaves_a_whole_snapshot(fake, make, spec, monkeypatch):
+    """And nothing is taken away under the copy, though the snapshot itself is dropped meanwhile."""
+    slow = threading.Event()
+    real = shelf._store
+    monkeypatch.setattr(shelf, "_store", lambda *args: (slow.wait(5), real(*args)))
+    async with make() as engine:
+        async with engine.lease(spec) as box:
+            await box.write("a", b"1")
+            snapshot = await box.snapshot()
+        saving = asyncio.create_task(snapshot.save())
+        await asyncio.sleep(0.01)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        snapshot.let_go()
+        slow.set()
+    assert not fake.frozen
+    async with make() as engine, engine.restore(snapshot.id) as box:
+        assert await box.read("a") == b"1"
+
+
+async def test_a_flattened_chain_goes_with_the_last_who_needs_it(fake, make, spec, tmp_path, monkeypatch):
+    monkeypatch.setattr(shelf, "DEEPEST", 3)
+    trees = tmp_path / "state/layers/trees"
+    async with make() as engine:
+        async with engine.lease(spec) as box:
+            snapshot = await box.snapshot()
+        for n in range(10):
+            async with engine.restore(snapshot) as box:
+                assert len(box._standing.own) <= 3
+                await box.write(f"{n}", b"")
+                following = await box.snapshot()
+            await snapshot.drop()
+            snapshot = following
+        async with engine.fork(snapshot, 5) as group:  # flattened once for all of them
+            assert [len(await one.list(".")) for one in group] == [10] * 5
+            assert len({one._standing.root.layers for one in group}) == 1
+        saved = await snapshot.save()
+        kept = {path.name for path in trees.iterdir()}
+        await snapshot.drop()
+        await asyncio.sleep(0.05)
+        with pytest.raises(untax.UsageError):
+            await engine.restore(saved)
+    assert kept
+    assert list(trees.iterdir()) == []
+    assert not fake.frozen
 
 
 async def test_a_saved_snapshot_is_not_laid_over_another_image(fake, make, spec, image):
