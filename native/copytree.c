@@ -153,13 +153,18 @@ static int copy_dir(int from, int to, int links, unsigned depth) {
         io_close(&again);
         return -1;
     }
-    int failed = 0, error = 0;
-    errno = 0;
-    for (struct dirent *e; !failed && (e = readdir(d)); errno = 0)
-        if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) failed = copy_entry(from, to, links, e->d_name, depth);
-    error = errno;
+    int error = 0;
+    while (!error) {
+        errno = 0;
+        struct dirent *e = readdir(d);
+        if (!e) {
+            error = errno;
+            break;
+        }
+        if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..") && copy_entry(from, to, links, e->d_name, depth)) error = errno;
+    }
     closedir(d);
-    if (failed || error) {
+    if (error) {
         errno = error;
         return -1;
     }
