@@ -64,6 +64,7 @@ def builders(scratch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # 15 s on an idle machine; most of it is other people's disk
 async def test_a_real_debian_has_its_packages_and_nothing_of_the_day_it_was_made(suite, store, scratch):
     """No caches, logs, lists, names or ids of this machine; no file newer than the mirror's own newest date; owners as packages say."""
     began = time.time()

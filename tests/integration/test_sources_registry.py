@@ -1,11 +1,16 @@
 """`registry:` against the real registry server, with every way to log in that it has, and against one that misbehaves (X20)."""
 
 import asyncio
+import contextlib
 import json
 import os
+import random
+import resource
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -256,8 +261,6 @@ async def test_a_layer_that_comes_twice_is_fetched_once_and_counts_where_it_come
 
 def big(megabytes=3, seed=b"x"):
     """A layer of bytes that compress badly enough to take a while."""
-    import random
-
     return layer({"big": random.Random(seed).randbytes(megabytes << 20)})
 
 
@@ -365,6 +368,33 @@ async def test_x20_a_server_that_is_too_slow_is_given_up_on_in_bounded_time(rogu
     assert time.monotonic() - began < 10
 
 
+async def test_x20_a_handshake_that_never_ends_is_given_up_on_too():
+    """A TLS record announced at full length and sent a byte at a time."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+
+        def drip(one):
+            with contextlib.suppress(OSError), one:
+                one.sendall(b"\x16\x03\x03\x40\x00")
+                while True:
+                    one.sendall(b"\x02")
+                    time.sleep(0.05)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=drip, args=(listening.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(StageUnavailable, match="in time"):
+            address = f"https://127.0.0.1:{listening.getsockname()[1]}"
+            await named(f"{address}/a", patience=replace(QUICK, attempts=2, answer_s=0.5)).identify()
+        assert time.monotonic() - began < 5
+        listening.shutdown(socket.SHUT_RDWR)
+
+
 async def test_x20_a_blob_that_is_always_cut_short_is_told(rogue, held, store):
     rogue.always[path_of(held)] = cut_after(0)
     with pytest.raises(StageUnavailable, match="broke off"):
@@ -444,8 +474,6 @@ async def test_one_blob_that_fails_ends_the_others_and_is_what_is_told(rogue, st
 
 
 async def test_a_cancelled_fetch_ends_at_once_and_leaves_no_thread(rogue, held, store):
-    import threading
-
     rogue.always[path_of(held)] = silent(60)
     before = {thread for thread in threading.enumerate() if thread.name.startswith("untax-")}
     running = asyncio.create_task(named(f"{rogue.address}/a", patience=Patience()).fetch(store, quiet))
@@ -475,8 +503,6 @@ async def test_two_fetches_of_one_image_bring_each_blob_once(rogue, held, store)
 
 
 async def test_a_full_disk_is_told_and_nothing_of_the_download_stays(rogue, held, store):
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # Python ignores the signal: writing fails with EFBIG
     try:

@@ -257,11 +257,25 @@ class Web:
         trust = _trust(host, port)
         proxy = None if is_loopback(host) else _proxy(host)
         if proxy is None:
-            return http.client.HTTPSConnection(host, port, timeout=self.patience.connect_s, context=trust)
+            return _TLSConnection(host, port, host, self.patience.connect_s, trust)
         through, headers = proxy
-        connection = http.client.HTTPSConnection(*through, timeout=self.patience.connect_s, context=trust)
+        connection = _TLSConnection(*through, host, self.patience.connect_s, trust)
         connection.set_tunnel(host, port, headers)
         return connection
+
+
+class _TLSConnection(http.client.HTTPSConnection):
+    """One that can be cut in the middle of its handshake: http.client's own shows its socket only afterwards."""
+
+    def __init__(self, host: str, port: int, name: str, timeout_s: float, trust: ssl.SSLContext) -> None:
+        super().__init__(host, port, timeout=timeout_s, context=trust)
+        self._name, self._trust = name, trust
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)  # and through the proxy, where there is one
+        protected = self._trust.wrap_socket(self.sock, server_hostname=self._name, do_handshake_on_connect=False)
+        self.sock = protected
+        protected.do_handshake()
 
 
 def send(
@@ -281,8 +295,9 @@ def send(
     is_late = threading.Event()
 
     def cut() -> None:
-        for each in held:
-            _cut(each)
+        for each in (*held, connection.sock):  # http.client forgets its own as soon as the answer's head is read
+            if each is not None:
+                _cut(each)
 
     def late() -> None:
         is_late.set()
@@ -300,9 +315,9 @@ def send(
     watchdog.daemon = True
     watchdog.start()
     try:
+        halt.hold(cut)
         connection.connect()
         held.append(connection.sock)
-        halt.hold(cut)
         connection.sock.settimeout(patience.stall_s)
         connection.request(method, target, body=body, headers={"User-Agent": "untax", "Connection": "close", **headers})
         response = connection.getresponse()
