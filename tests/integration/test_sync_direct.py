@@ -9,6 +9,7 @@ import pytest
 
 import untax
 import untax.sync
+from untax import substrates
 
 
 @pytest.fixture
@@ -167,3 +168,31 @@ def test_an_interrupt_kills_the_command(engine):
         while box.shell("grep -lsz '^77.5$' /proc/[0-9]*/cmdline").stdout and time.monotonic() < deadline:
             time.sleep(0.02)
         assert box.shell("grep -lsz '^77.5$' /proc/[0-9]*/cmdline").stdout == b""
+
+
+@pytest.mark.parametrize("network", ["none", "all"], ids=["direct", "by the loop"])
+def test_snapshots_forks_resets_and_graders(tmp_path, network):
+    """Frozen and forked by the loop's thread while the actions go straight over the socket; the socket outlives the change of root."""
+    if reason := substrates.load("namespace").unavailable_reason():
+        pytest.skip(f"namespace: {reason}")
+    with untax.sync.Engine("namespace", state_dir=tmp_path / "state") as engine, engine.lease(network=network) as box:
+        box.write("src/a", b"1")
+        with box.session() as bash:
+            bash.run("cd src; X=kept")
+            snapshot = box.snapshot()
+            assert bash.run("echo $X; ls; echo 2 >b").text == "kept\na\n"
+        with engine.fork(snapshot, 4) as group:
+            assert [[entry.name for entry in one.list("src")] for one in group] == [["a"]] * 4
+            group[0].write("src/a", b"mine")
+            assert [(one.path, one.kind) for one in group[0].diff()] == [("/workspace/src/a", "modified")]
+            group[0].reset()
+            assert group[0].read("src/a") == b"1"
+        with engine.grader(box) as clean:
+            assert sorted(entry.name for entry in clean.list("src")) == ["a", "b"]
+        saved = snapshot.save()
+        box.reset()
+        assert box.list(".") == []
+    with untax.sync.Engine("namespace", state_dir=tmp_path / "state") as engine, engine.restore(saved) as box:
+        assert box.read("src/a") == b"1"
+        engine.find_snapshot(saved).drop()
+    assert box.ledger.verdict == "trusted"
