@@ -514,6 +514,41 @@ async def test_x34_cancelled_while_a_server_hangs_git_ends_with_all_it_started(h
     assert inside(made.path, "rev-parse", "HEAD") == history.base
 
 
+async def test_a_server_that_never_answers_is_given_up_in_time(history, served, stages, monkeypatch):
+    monkeypatch.setattr(mirrors, "_FETCH_PATIENCE_S", 0.5)
+    served.hangs = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(StageUnavailable, match="did not finish"):
+        await stages.repo_tree(Repo(f"{served.url}/project.git", history.base))
+    served.hangs.set()
+
+    assert time.monotonic() - began < 30
+    assert not [child for child in hostview.below(os.getpid()) if b"remote-http" in _line(child.pid)]
+
+
+async def test_nothing_of_the_engines_own_git_settings_reaches_git(history, stages, monkeypatch, tmp_path):
+    """Neither its configuration nor the variables of a git that happens to have started it."""
+    (tmp_path / ".gitconfig").write_text('[url "/nowhere/"]\n\tinsteadOf = /\n[core]\n\tautocrlf = true\n[transfer]\n\thideRefs = refs\n')
+    for name, value in {
+        "HOME": str(tmp_path),
+        "GIT_CONFIG_GLOBAL": str(tmp_path / ".gitconfig"),
+        "GIT_DIR": "/nowhere",
+        "GIT_WORK_TREE": "/nowhere",
+        "GIT_INDEX_FILE": "/nowhere/index",
+        "GIT_OBJECT_DIRECTORY": "/nowhere/objects",
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES": "/nowhere/objects",
+        "GIT_NAMESPACE": "other",
+        "GIT_TRACE": str(tmp_path / "trace"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    made = await stages.repo_tree(Repo(str(history.work), history.base))
+    monkeypatch.undo()
+
+    assert inside(made.path, "status", "--porcelain") == ""
+    assert (made.path / "src/a.py").read_bytes() == b"x = 1\n" * 500
+    assert not (tmp_path / "trace").exists()
+
+
 async def test_what_a_killed_fetch_left_in_a_mirror_is_in_nobodys_way(history, served, stages, tmp_path):
     url = f"{served.url}/project.git"
     await stages.repo_tree(Repo(url, history.past[2]))
