@@ -1,5 +1,7 @@
 """`untax image` as a user calls it: what it prints where, its exit codes, and nothing left after Ctrl-C."""
 
+import hashlib
+import io
 import json
 import os
 import signal
@@ -10,10 +12,11 @@ from pathlib import Path
 import pytest
 from tests import treelist
 from tests.chains import rich_chain
+from tests.engines_fixture import docker  # noqa: F401
 from tests.images import small_directory
 from tests.integration.test_cli import command, on_terminal, untax, wait_for
 
-from untax import substrates
+from untax import Engine, EnvSpec, substrates
 from untax.cli import image as image_command
 from untax.cli._progress import human
 
@@ -245,6 +248,25 @@ def test_a_stage_over_the_host_is_exported_by_its_key_too(image, repo, tmp_path)
     made.pin.close()
 
 
+async def test_a_saved_snapshot_is_exported_with_what_it_stands_on(image, tmp_path):
+    needs_namespace()
+    small = f"dir:{small_directory()}"
+    async with Engine(state_dir=image.layers.parent) as engine, engine.lease(EnvSpec(image=small)) as box:
+        await box.write("/workspace/left", b"by the box")
+        key = await (await box.snapshot()).save()
+    done = image("export", key, "-o", tmp_path / "image.tar")
+
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "image.tar") as archive:
+        [entry] = json.load(archive.extractfile("manifest.json"))
+        found = {}
+        for layer in entry["Layers"]:
+            with tarfile.open(fileobj=archive.extractfile(layer)) as inner:
+                found |= {member.name: inner.extractfile(member).read() for member in inner if member.isfile()}
+    assert found["workspace/left"] == b"by the box"
+    assert "usr/bin/bash" in found
+
+
 def test_standard_output_gets_the_archive_and_nothing_else(image, tar, tmp_path):
     image("pull", tar)
     piped = subprocess.run(
@@ -256,6 +278,44 @@ def test_standard_output_gets_the_archive_and_nothing_else(image, tar, tmp_path)
     image("export", tar, "-o", tmp_path / "file.tar")
 
     assert piped.stdout == (tmp_path / "file.tar").read_bytes()
+
+
+def test_what_a_sandbox_built_runs_in_docker_with_the_same_tree(image, tar, repo, docker, tmp_path):  # noqa: F811
+    """Layers as set-up commands leave them: with deletions, replaced directories, owners, and a directory that was renamed."""
+    needs_namespace()
+    steps = (
+        "rm /usr/bin/yes; rm -r /home/other; mkdir /home/other; perl -e 'chown 1001, 1001, \"/home/other\"'",
+        "mv /home/user /home/moved; cat file > /opt-made; ln /opt-made both",
+    )
+    built = json.loads(
+        image("build", "--image", tar, "--repo", repo, *(word for step in steps for word in ("--setup", step)), "--json").stdout
+    )
+    assert image("export", built["key"], "-o", tmp_path / "image.tar", "--name", "localhost/built:1").returncode == 0
+    docker("load", "-i", str(tmp_path / "image.tar"))
+
+    assert (
+        docker("run", "--rm", "localhost/built:1", "sh", "-c", "pwd; cat both; ls /home; ls /usr/bin/yes || true")
+        == b"/workspace\nfirstmoved\nother\n"
+    )
+    layers = [Path(layer["path"]) for layer in json.loads(image("show", built["key"], "--json").stdout)["layers"]]
+    container = docker("create", "localhost/built:1", "true").decode().strip()
+    with tarfile.open(fileobj=io.BytesIO(docker("export", container))) as archive:
+        got = {member.name: facts(archive, member) for member in archive}
+    docker("rm", container)
+    own = (".dockerenv", "dev", "proc", "sys", "etc/hosts", "etc/hostname", "etc/resolv.conf", "etc/mtab")
+    want = {
+        name: (int(row["mode"], 8), *row["owner"], row.get("target") or row.get("content"))
+        for name, row in treelist.of_chain(layers).items()
+        if name and not name.startswith(own)
+    }
+    assert {name: row for name, row in got.items() if not name.startswith(own)} == want
+    assert {"home/moved", "workspace/both", "workspace/.git/HEAD"} < want.keys()
+
+
+def facts(archive, member):
+    """Mode, owners, and where it points or what it holds; what is linked to another name holds what that one does."""
+    content = hashlib.sha256(archive.extractfile(member).read()).hexdigest() if member.isreg() or member.islnk() else None
+    return member.mode & 0o7777, member.uid, member.gid, member.linkname if member.issym() else content
 
 
 def test_disks_cannot_be_piped(image, tar):

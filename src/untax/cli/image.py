@@ -277,7 +277,7 @@ async def _exported(arguments: argparse.Namespace, options: Any) -> int:
             def work(stop: sources.Stop) -> Any:
                 def told(what: str, done: int, total: int | None) -> None:
                     stop.check()
-                    progress(f"{what} to {arguments.format}", done, total)
+                    progress(f"export to {arguments.format}" if what == "export" else what, done, total)
 
                 return export(store, root, target, arguments.format, options, progress=told)
 

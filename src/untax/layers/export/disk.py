@@ -81,7 +81,7 @@ _BLOCK = 4096
 _INODE = 256
 _SPARE_INODES = 1024
 _FIXED_BYTES = 4 << 20  # superblocks, group descriptors, bitmaps, lost+found
-_GROWTH = 1.25  # when the estimate was too small: extents of torn files, long directories
+_GROWTH = 1.5  # when the estimate was too small: indexes of long directories, extents of torn files
 _ATTEMPTS = 6
 
 
@@ -144,7 +144,7 @@ def _copy_out(job: Job, scratch: Path) -> _Copied:
             parent, _, name = item.path.rpartition(b"/")
             within = place.seek(parent.split(b"/") if parent else [])
             done.entries += 1
-            done.bytes += len(name) + 16
+            done.bytes += len(name) + 16 + (_BLOCK if item.xattrs else 0)
             if item.kind == "directory":
                 os.mkdir(name, 0o700, dir_fd=within)
                 directories.append(item)

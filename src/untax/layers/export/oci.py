@@ -111,9 +111,12 @@ def _config(root: Root, layers: list[_Blob], labels: Mapping[str, str]) -> dict[
 
 def _layers(root: Root, marks: Marks) -> list[Items]:
     """What each layer of the image holds, as something that can be gone through more than once."""
-    if root.views or len(root.layers) > _MOST_LAYERS or any(has_redirect(layer, marks) for layer in root.layers):
+    bottom, *upper = root.layers
+    if root.views or len(upper) >= _MOST_LAYERS or any(has_redirect(layer, marks) for layer in upper):
         return [lambda losses: _named(merged_items(root, marks, losses))]
-    return [partial(_layer, layer, marks) for layer in root.layers]
+    # Below the lowest there is nothing to delete. It may be a directory in use, where other file systems are mounted: they are not part of it.
+    lowest = Root((bottom,))
+    return [lambda losses: _named(merged_items(lowest, marks, losses)), *(partial(_layer, layer, marks) for layer in upper)]
 
 
 def _layer(directory: str, marks: Marks, losses: Losses) -> Iterator[Item]:
