@@ -39,6 +39,15 @@ class Holds:
             self._add(layer_id, fd)
         return True
 
+    def take_again(self, layer_id: str) -> bool:
+        """Hold once more what is held already, without a look at the disk; false when it is not."""
+        with self._guard:
+            hold = self._held.get(layer_id)
+            if hold is None:
+                return False
+            hold.count += 1
+            return True
+
     def let_go(self, layer_id: str) -> None:
         with self._guard:
             hold = self._held.get(layer_id)

@@ -148,6 +148,7 @@ class LayerStore:
         self.marks: Marks = marks
         self.budget_bytes = budget_bytes
         self._holds = Holds(lambda layer_id: self._tree_of(layer_id) / "lock")
+        self._trees = f"{self.root}/trees/"
         self._sound: dict[str, tuple[int, int]] = {}  # ids whose seal was checked, and which directory that was
         with _told(self.root):
             _make_private(self.root)
@@ -183,7 +184,8 @@ class LayerStore:
                 with self._gate(fcntl.LOCK_SH):
                     path.mkdir(mode=0o700)
                     fd = open_lock(path / "lock")
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    # Shared, as its users will: to turn an exclusive lock into a shared one, the kernel drops it for an instant.
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 draft = Draft(self, path, fd)
                 draft.tree.mkdir()
                 draft.tree.chmod(0o755)
@@ -214,9 +216,13 @@ class LayerStore:
         pin = Pin(self._holds.let_go)
         try:
             for layer_id in dict.fromkeys(ids):
+                if self._hold_again(layer_id):
+                    pin._add(layer_id)
+                    continue
                 self._hold(require_layer_id(layer_id))
                 pin._add(layer_id)
-                self._check_once(layer_id)
+                if not self._is_sound(layer_id):
+                    self.check_seal(layer_id)
         except BaseException:
             pin.close()
             raise
@@ -365,9 +371,7 @@ class LayerStore:
                     return layer
                 continue
             break
-        lock_fd = draft._release_lock()
-        fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        self._holds.keep(found.id, lock_fd)
+        self._holds.keep(found.id, draft._release_lock())
         self._sound[found.id] = which(target)
         fsync_directory(self.root / "trees")
         fsync_directory(self.root / "drafts")
@@ -422,13 +426,20 @@ class LayerStore:
         finally:
             self._holds.let_go(layer_id)
 
-    def _check_once(self, layer_id: str) -> None:
+    def _hold_again(self, layer_id: str) -> bool:
+        """Hold one that is held already and was seen to be sound: what a lease over warm stages does for each layer, so one call each."""
+        return self._is_sound(layer_id) and self._holds.take_again(layer_id)
+
+    def _is_sound(self, layer_id: str) -> bool:
+        """Whether the layer in its place is one whose seal this process has checked."""
+        this = self._sound.get(layer_id)
+        if this is None:
+            return False
         try:
-            this = which(self._tree_of(layer_id))
-        except OSError as exc:
-            raise _missing(layer_id) from exc
-        if self._sound.get(layer_id) != this:
-            self.check_seal(layer_id)
+            st = os.lstat(self._trees + layer_id)
+        except OSError:
+            return False
+        return (st.st_ino, st.st_ctime_ns) == this
 
     # ---- removing ----
 
@@ -528,11 +539,14 @@ class LayerStore:
                 for path in place.glob(".new-*"):
                     path.unlink(missing_ok=True)
             for path in sorted((self.root / "drafts").iterdir()):
+                if path.is_symlink():
+                    path.unlink(missing_ok=True)
+                    continue
                 fd = try_exclusive(path / "lock", create=True)
                 if fd is not None:
                     dead.append((path, fd))
-                elif not stat.S_ISDIR(path.lstat().st_mode):
-                    path.unlink(missing_ok=True)
+                elif not path.is_dir():
+                    path.unlink(missing_ok=True)  # no draft; or one that was published or removed meanwhile
         for path, fd in dead:
             if not remove_tree(path):
                 _log.warning("%s was left by a process that died and cannot be removed; remove it by hand", path)

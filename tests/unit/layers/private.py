@@ -70,6 +70,14 @@ def in_private_mounts(function, *args, as_user_namespace=False):
     assert in_child(enter) == 0
 
 
+def on_tmpfs(function, *args):
+    """Where a tmpfs can be mounted: for root in a mount namespace, for an ordinary user in a user namespace as well."""
+    is_root = os.geteuid() == 0
+    if not is_root:
+        require_user_namespaces()
+    in_private_mounts(function, *args, as_user_namespace=not is_root)
+
+
 def require_root():
     if os.geteuid() != 0:
         pytest.skip("mounts: an ordinary user cannot mount here; run it as root")

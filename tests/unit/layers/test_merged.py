@@ -335,6 +335,40 @@ def test_changes_are_those_between_two_walks(private, tmp_path, seed):
     private(check, tmp_path)
 
 
+def test_a_layer_that_is_opaque_as_a_whole_hides_nothing(private, tmp_path):
+    """The kernel looks for the mark on directories in a layer, not on the layer itself; whoever unpacks images has to know."""
+
+    def check(chain):
+        with chain.layer() as top:
+            (top / "low").touch()
+        with chain.layer() as top:
+            (top / "high").touch()
+        os.setxattr(chain.layers[1], marks.opaque(chain.kind), marks.OPAQUE_VALUE)
+        with chain.mounted() as top:
+            assert sorted(os.listdir(top)) == ["high", "low"]
+            expected = look(top)
+        assert_same(expected, read(chain.root(), chain.kind))
+
+    private(check, tmp_path)
+
+
+def test_a_directory_on_which_another_file_system_is_mounted_is_empty_below_a_view(tmp_path):
+    """Overlay does not cross mounts: what is mounted below a host directory is not part of the view of it."""
+    require_root()
+
+    def check():
+        (tmp_path / "view" / "mnt").mkdir(parents=True)
+        (tmp_path / "layer").mkdir()
+        mount("tmpfs", tmp_path / "view" / "mnt")
+        (tmp_path / "view" / "mnt" / "secret").touch()
+        root = Root((str(tmp_path / "layer"),), (View(str(tmp_path / "view"), "/v"),))
+
+        assert [entry.path for entry in merged.walk(root)] == [b"", b"v", b"v/mnt"]
+        assert merged.lookup(root, "/v/mnt/secret") is None
+
+    in_private_mounts(check)
+
+
 def without_link_times(fact):
     return (*fact[:3], None, *fact[4:]) if fact[0] == "symlink" else fact
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from tests.unit.layers.odd import furnish
-from tests.unit.layers.private import in_child, in_private_mounts, mount, require_root
+from tests.unit.layers.private import in_child, mount, on_tmpfs
 
 from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import ImageConfig
@@ -383,6 +383,28 @@ def test_a_pin_holds_against_other_processes_until_its_own_dies(store):
     assert store.evict().layers == (layer.id,), "which no record names any more"
 
 
+def test_who_stands_on_a_damaged_layer_keeps_it(store):
+    """It is out of use for everybody else, and another takes its place; nothing is removed from under a running sandbox."""
+    layer = publish(store)
+    pin = store.pin([layer.id])
+    edit(layer)
+    with pytest.raises(StageUnavailable):
+        store.verify(layer.id)
+    add_stage(store, "k", "contents")
+    store.evict()
+    assert len(os.listdir(store.root / "damaged")) == 1
+    second = store.pin([layer.id])
+    store.verify(layer.id)
+
+    second.close()
+    store.evict()
+    assert len(os.listdir(store.root / "damaged")) == 1
+    pin.close()
+    store.evict()
+    assert os.listdir(store.root / "damaged") == []
+    store.pin([layer.id]).close()
+
+
 def test_one_descriptor_serves_all_leases_of_a_layer(store):
     layer = publish(store)
     before = len(os.listdir("/proc/self/fd"))
@@ -534,7 +556,7 @@ def test_many_processes_publish_pin_and_evict_at_once(root):
                 store.evict(wanted_bytes=1 << 60)
 
     children = []
-    for seed in range(4):
+    for seed in range(5):
         child = os.fork()
         if child == 0:
             try:
@@ -547,7 +569,7 @@ def test_many_processes_publish_pin_and_evict_at_once(root):
                 os._exit(1)
             os._exit(0)
         children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+    assert [os.waitpid(child, 0)[1] for child in children] == [0] * 5
 
     store = LayerStore(root, marks=MARKS)
     for layer in store.layers():
@@ -638,7 +660,6 @@ def test_a_draft_is_swept_when_its_maker_is_dead_and_not_before(store):
 
 def test_a_full_disk_at_every_step_is_said_and_leaves_nothing(tmp_path):
     """On a small file system of its own, filled up to the last few pages: one page less each time."""
-    require_root()
 
     def check(kind):
         outcomes = []
@@ -671,8 +692,8 @@ def test_a_full_disk_at_every_step_is_said_and_leaves_nothing(tmp_path):
         assert outcomes.count("refused") >= 5
         assert outcomes[-1] == "stored"
 
-    in_private_mounts(check, "blocks")
-    in_private_mounts(check, "inodes")
+    on_tmpfs(check, "blocks")
+    on_tmpfs(check, "inodes")
 
 
 def fill_up(place, spare, kind):
@@ -690,7 +711,6 @@ def fill_up(place, spare, kind):
 
 def test_a_full_disk_while_filling_makes_room_for_another_attempt(tmp_path):
     """The workload's own write meets it; the draft goes, older stages go, and the same again succeeds."""
-    require_root()
 
     def check():
         mount("tmpfs", tmp_path, "size=8m")
@@ -703,7 +723,7 @@ def test_a_full_disk_while_filling_makes_room_for_another_attempt(tmp_path):
         add_stage(store, "new", "new", size=4 << 20)
         assert store.stage("new") is not None
 
-    in_private_mounts(check)
+    on_tmpfs(check)
 
 
 def test_other_failures_of_the_disk_are_said_too(store, monkeypatch):
@@ -743,6 +763,18 @@ def test_no_descriptor_is_left_open(root):
         store.close()
         store.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_link_among_the_drafts_is_not_followed(store, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").touch()
+    (store.root / "drafts" / "x").symlink_to(tmp_path / "elsewhere")
+    (store.root / "drafts" / "y").touch()
+
+    LayerStore(store.root, marks=MARKS)
+
+    assert os.listdir(store.root / "drafts") == []
+    assert os.listdir(tmp_path / "elsewhere") == ["file"]
 
 
 def test_a_sweeper_waits_for_nobody(store):
