@@ -1,5 +1,5 @@
-// libFuzzer target for everything that reads somebody else's bytes in the file actions: frame payloads, patches, tar streams, Python
-// sources, expressions.
+// libFuzzer target for everything that reads somebody else's bytes in the file actions: frame payloads, patches, tar streams.
+// Expressions and Python sources, which are long and hold no frames, have fuzz_texts.c.
 //
 // It runs in a private temporary directory and hands on only relative names without "..", so that nothing else can be touched.
 #define _GNU_SOURCE
@@ -13,8 +13,6 @@
 
 #include "actions.h"
 #include "frames.h"
-#include "regex.h"
-#include "symbols.h"
 
 static char home[64];
 static bool mixed;  // an input of many frames: a link unpacked by one could be followed by the next, so it unpacks nothing
@@ -135,49 +133,11 @@ static void tar_stream(struct actions *a, const uint8_t *data, size_t size) {
     free(copy);
 }
 
-static void expression(const uint8_t *data, size_t size) {
-    const char *error;
-    size_t split = size / 2;
-    struct regex *re = regex_compile(data, split, size ? data[size - 1] & 7 : 0, &error);
-    if (!re) {
-        if (!error) abort();
-        return;
-    }
-    const uint8_t *at = data + split, *end = data + size, *resume;
-    for (int i = 0; i < 50 && at && at < end; i++) {
-        const uint8_t *hit = regex_find(re, at, end, 100, &resume), *stop = hit ? memchr(hit, '\n', (size_t)(end - hit)) : NULL;
-        if (!hit) {
-            at = resume;
-            continue;
-        }
-        const uint8_t *line = hit > at ? memrchr(at, '\n', (size_t)(hit - at)) : NULL;
-        line = line ? line + 1 : at;
-        if (!stop) stop = end;
-        if (regex_column(re, line, (size_t)(stop - line)) > (size_t)(stop - line)) abort();
-        at = stop + 1;
-    }
-    regex_free(re);
-}
-
-static bool check_symbol(void *context, const struct symbol *s) {
-    size_t *size = context;
-    if (!s->line || !s->column || !s->name_size || s->column > *size) abort();
-    return true;
-}
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static unsigned inputs;
     if (size < 1) return 0;
-    uint8_t which = data[0] % 6;
+    uint8_t which = data[0] % 4;
     data++, size--;
-    if (which == 4) {
-        expression(data, size);
-        return 0;
-    }
-    if (which == 5) {
-        symbols_find(data, size, check_symbol, &size);
-        return 0;
-    }
     if (inputs++ % 64 == 0) {
         sweep();
         put("f", "one\ntwo\nthree\nfour\n", 19), put("g.py", "class A:\n  def f(self): pass\n", 29);

@@ -1,6 +1,6 @@
 """Writes seeds for the native fuzz targets: inputs that hold many valid requests, with answers of a worker between them.
 
-A mutator alone takes hours to come upon one whole SPAWN. `python tests/fuzz/seeds.py agent DIRECTORY`, or `actions`.
+A mutator alone takes hours to come upon one whole SPAWN. `python tests/fuzz/seeds.py agent DIRECTORY`, or `actions`, or `texts`.
 """
 
 import random
@@ -117,9 +117,34 @@ def actions_seed(choose, known):
     return bytes(out)
 
 
+_PARTS = (
+    *(b"a", b"ab", b"the", b".", b"x*", b"y+?", b"(a|b)", b"[a-z]", b"[^0-9_]", rb"\d+", rb"\w", rb"\bend\b", b"^", b"$"),
+    *(b"z{2,5}", b"(?:q)", b"(?i)k", "ü".encode(), rb"\x41", rb"\."),
+)
+_LINES = (
+    *(b"class A:", b"    def f(self, x=(1, 2)): pass", b"async def g():", b"    return '''doc", b"''' + f'{x!r:>{w}}'", b"@decorated("),
+    *(
+        b")",
+        b"\\",
+        b"# def no()",
+        b"\tdef tab(): pass",
+        rb"if x: y = rb'\'",
+        b"def h[T](x: T): return lambda: 0",
+        "class Größe: ...".encode(),
+    ),
+)
+
+
+def texts_seed(choose, _known):
+    """As fuzz_texts.c takes them: a source behind a first byte of 1, or lines of one byte of flags and an expression behind 0."""
+    if choose.random() < 0.4:
+        return b"\1" + b"\n".join(choose.choices(_LINES, k=40))
+    return b"\0" + b"\n".join(bytes((choose.randrange(8),)) + b"".join(choose.choices(_PARTS, k=choose.randrange(1, 8))) for _ in range(60))
+
+
 def main():
     target, directory = sys.argv[1], Path(sys.argv[2])
-    make = {"agent": agent_seed, "actions": actions_seed}[target]
+    make = {"agent": agent_seed, "actions": actions_seed, "texts": texts_seed}[target]
     choose = random.Random(0)
     directory.mkdir(parents=True, exist_ok=True)
     for n in range(SEEDS):
