@@ -104,7 +104,7 @@ class _Layer:
         self._out = out
         self._prefix = prefix
         self._copying = _Copy(None, None, None)
-        self._links: dict[tuple[int, int, int], int] = {}
+        self._links: dict[tuple[int, ...], int] = {}
         self._parked = -1
 
     def fill(self, wanted: Sequence[Parts]) -> None:
