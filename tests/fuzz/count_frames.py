@@ -8,14 +8,13 @@ and what is held stays bounded. `python tests/fuzz/count_frames.py 10000000 [--o
 import asyncio
 import random
 
-from tests.fuzz import counting, grammar
+from tests.fuzz import counting, grammar, peer
 
 from untax.channel import blocking, blocking_link, client, link, wire
 from untax.channel.call import Call
 from untax.channel.flow import Flow, WatchFlow
 from untax.core.errors import ProtocolError, UntaxError
 
-HELLO = wire.hello("fuzz")
 SPOILT = 0.02  # of all frames
 FRAMES = 64  # in one input
 
@@ -170,46 +169,12 @@ def parser_target(seed):
 # ---- a channel in an event loop ----
 
 
-class Stream:
-    """Takes everything and remembers nothing."""
-
-    write_buffer_size = 0
-
-    def start(self, receiver):
-        self.receiver = receiver
-
-    def write(self, data):
-        pass
-
-    async def drain(self):
-        pass
-
-    def pause_reading(self):
-        pass
-
-    def resume_reading(self):
-        pass
-
-    def close(self):
-        self.receiver.connection_lost(None)
-
-
-class Egress:
-    async def serve(self, host, port, link):
-        if link._id % 4 == 0:
-            link.deny(403, "no")
-            return
-        link.accept()
-        while await link.receive() is not None:
-            pass
-
-
 class AsyncDriver:
     def __init__(self):
-        self.stream = Stream()
-        self.channel = client.Channel(self.stream, sandbox_id="x", egress=Egress())
+        self.stream = peer.Stream()
+        self.channel = client.Channel(self.stream, sandbox_id="x", egress=peer.Egress())
         self.parser = self.channel._parser = CountingParser()
-        self.stream.receiver.data_received(HELLO)
+        self.stream.receiver.data_received(peer.HELLO)
 
     def send(self, call):
         return self.channel._send(call)
@@ -256,40 +221,12 @@ def channel_target(seed):
 # ---- a blocking channel ----
 
 
-class Socket:
-    """What the channel reads is put into `coming`; what it sends goes nowhere."""
-
-    def __init__(self):
-        self.coming = b""
-
-    def setblocking(self, flag):
-        pass
-
-    def fileno(self):
-        return -1
-
-    def send(self, data, flags=0):
-        return len(data)
-
-    def recv(self, size, flags=0):
-        return self.coming
-
-    def setsockopt(self, *option):
-        pass
-
-    def shutdown(self, how):
-        pass
-
-    def close(self):
-        pass
-
-
 class BlockingDriver:
     def __init__(self):
-        self.sock = Socket()
+        self.sock = peer.Socket()
         self.channel = blocking.BlockingChannel(self.sock, sandbox_id="x")
         self.parser = self.channel._parser = CountingParser()
-        self.feed(HELLO)
+        self.feed(peer.HELLO)
 
     def send(self, call):
         return self.channel._begin(call)

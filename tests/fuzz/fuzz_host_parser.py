@@ -6,8 +6,8 @@ parser, nothing out of the channel, and what they hold stays bounded.
 """
 
 import asyncio
+import contextlib
 import random
-import struct
 import sys
 
 try:
@@ -15,67 +15,13 @@ try:
 except ImportError:
     atheris = None
 
-if atheris is not None:
-    with atheris.instrument_imports(include=["untax"]):
-        from untax.channel import actions, client, flow, wire
-        from untax.core.errors import ProtocolError, UntaxError
-else:
-    from untax.channel import actions, client, flow, wire
+with atheris.instrument_imports(include=["untax"]) if atheris else contextlib.nullcontext():
+    from tests.fuzz import grammar, peer
+
+    from untax.channel import client, wire
     from untax.core.errors import ProtocolError, UntaxError
 
-HELLO = wire.frame(0, wire.HELLO, struct.pack("<IHHI", wire.MAGIC, wire.MAJOR, 0, 1) + b"x")
 KINDS = (0x01, 0x06, 0x80, 0x81, 0x82, 0x83, 0x8F, 0x90, 0x55)
-
-
-class Stream:
-    """Takes everything and remembers nothing."""
-
-    write_buffer_size = 0
-
-    def start(self, receiver):
-        self.receiver = receiver
-
-    def write(self, data):
-        pass
-
-    async def drain(self):
-        pass
-
-    def pause_reading(self):
-        pass
-
-    def resume_reading(self):
-        pass
-
-    def close(self):
-        self.receiver.connection_lost(None)
-
-
-class Egress:
-    async def serve(self, host, port, link):
-        link.accept()
-
-
-def calls():
-    """One of every kind that has a reply of its own form."""
-    return [
-        actions.run(["x"], cap=1000),
-        actions.session_run(1, "x", cap=1000),
-        actions.session_open(),
-        actions.read("x", limit=1000),
-        actions.write("x", b""),
-        actions.list_dir("x", most=10),
-        actions.stat("x"),
-        actions.search("x", most=10),
-        actions.apply_patch("x"),
-        actions.processes(),
-        actions.ping(),
-        actions.upload("x", iter(()), max_bytes=1, max_entries=1),
-        flow.start(["x"]),
-        flow.connect(1),
-        flow.download("x", max_bytes=10),
-        flow.watch("x"),
-    ]
 
 
 def frames(data):
@@ -104,10 +50,10 @@ def feed_parser(pieces):
 
 def feed_channel(loop, pieces):
     async def attempt():
-        stream = Stream()
-        channel = client.Channel(stream, sandbox_id="x", egress=Egress())
-        stream.receiver.data_received(HELLO)
-        open_calls = calls()
+        stream = peer.Stream()
+        channel = client.Channel(stream, sandbox_id="x", egress=peer.Egress())
+        stream.receiver.data_received(peer.HELLO)
+        open_calls = [make() for make, _ in grammar.CONVERSATIONS.values()]
         for call in open_calls:
             channel._send(call)
         for piece in pieces:
