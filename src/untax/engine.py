@@ -178,7 +178,8 @@ class Engine:
     async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
         """Put every stage of `spec` in place without leasing it; gives what is there and how long each missing one took.
 
-        What the image's name stands for is asked again, which a lease does once per engine only.
+        What the image's name stands for is asked again, which a lease does once per engine only. The layers are pinned until
+        the `pin` of what is given is closed, or the engine.
         """
         self._check_running()
         return await self._warehouse.prepare(checked(self.substrate, spec, Bindings()).spec, progress)

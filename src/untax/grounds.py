@@ -45,8 +45,10 @@ class Grounds:
         return self._keep(spec, prepared).hold(), prepared.built
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None = None) -> Prepared:
-        prepared = await self._stages.root(spec, progress=progress)
-        self._keep(spec, prepared)
+        """As the image is now. Leases of that image look for it again; the pin is the caller's."""
+        prepared = await self._stages.root(spec, progress=progress, ask_again=True)
+        for key in [key for key in self._at_hand if key[0] == spec.image]:
+            self._at_hand.pop(key).release()
         return prepared
 
     def forget(self, spec: EnvSpec) -> None:

@@ -145,17 +145,24 @@ async def test_a_build_s_log_is_bounded_and_keeps_its_end(fake, engine, spec):
     assert failed.value.log.endswith(b"the end\n")
 
 
-async def test_prepare_puts_stages_in_place_and_looks_at_the_image_again(fake, engine, spec, image):
+async def test_prepare_puts_stages_in_place_and_asks_for_the_image_again(fake, engine, spec, image, monkeypatch):
     installs(fake)
     spec = untax.EnvSpec(image=spec.image, setup=("install /opt/tool",))
     prepared = await engine.prepare(spec)
     assert list(prepared.built) == ["deps"]
     assert [stage.name for stage in prepared.stages] == ["base", "image", "deps"]
     fake.log.clear()
-    assert (await engine.prepare(spec)).built == {}
-    async with engine.lease(spec):
+    async with engine.lease(spec), engine.lease(spec):
         pass
-    assert fake.log.count("create") == 1
+    assert fake.log.count("create") == 2
+    asked = []
+    monkeypatch.setattr("untax.layers.sources.dir.make", lambda *args: asked.append(args) or Wishing(image, untax.core.root.ImageConfig()))
+    async with engine.lease(spec):
+        assert not asked
+    assert list((await engine.prepare(spec)).built) == ["deps"]  # another image now, so another stage
+    async with engine.lease(spec) as box:
+        assert await box.read("/opt/tool") == b"installed"
+    assert len(asked) == 1
 
 
 async def test_a_layer_that_is_there_no_more_is_looked_for_again(fake, engine, spec, tmp_path):
