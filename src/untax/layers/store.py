@@ -149,6 +149,7 @@ class LayerStore:
         self.budget_bytes = budget_bytes
         self._holds = Holds(lambda layer_id: self._tree_of(layer_id) / "lock")
         self._trees = f"{self.root}/trees/"
+        self._read: dict[str, tuple[tuple[int, int, int], StageRecord]] = {}  # records, and of which file
         self._sound: dict[str, tuple[int, int]] = {}  # ids whose seal was checked, and which directory that was
         with _told(self.root):
             _make_private(self.root)
@@ -210,6 +211,18 @@ class LayerStore:
             with contextlib.suppress(StageUnavailable):  # taken away since it was listed
                 found.append(self.layer(name))
         return found
+
+    def reuse(self, layer_id: str) -> Layer | None:
+        """A layer that is there already, held until a record names it; None when it is not there, or is found damaged and set aside."""
+        try:
+            with self._holding(layer_id):
+                self.check_seal(layer_id)
+                self._holds.keep_held(layer_id)
+                return self.layer(layer_id)
+        except StageUnavailable:
+            if self._is_there(layer_id):
+                raise
+            return None
 
     def pin(self, ids: Iterable[str]) -> Pin:
         """Hold layers in place. `StageUnavailable` when one is missing or, looked at for the first time, not as it was stored."""
@@ -338,14 +351,53 @@ class LayerStore:
             self._clear_damaged()
             self._holds.drop_expired()
             self._remove_unneeded(freed)
-            while (short := self._shortage(wanted_bytes)) > 0:
+            while (short := self.shortage_bytes(wanted_bytes)) > 0:
                 if not self._evict_some(short, freed):
                     break
         return Freed(tuple(freed.stages), tuple(freed.layers), freed.bytes)
 
+    def candidates(self) -> list[eviction.Candidate]:
+        """The stages as `eviction.choose` wants to know them."""
+        now = time.time()
+        return [
+            eviction.Candidate(
+                one.key,
+                one.parent,
+                one.adds,
+                one.cost_s,
+                self._uses(one.key, now),
+                is_kept=one.name == SNAPSHOT or any(self.is_in_use(layer_id) for layer_id in one.adds),
+            )
+            for one in self._records()
+        ]
+
+    def shortage_bytes(self, wanted: int = 0) -> int:
+        """How much has to go before `wanted` bytes fit the budget and the disk; zero or less when they do."""
+        short = wanted - self._free_bytes() if wanted > 0 else 0
+        if self.budget_bytes is not None:
+            total = sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)
+            short = max(short, total + wanted - self.budget_bytes)
+        return short
+
+    def is_in_use(self, layer_id: str) -> bool:
+        """Whether some process holds this layer now."""
+        if layer_id in self._holds:
+            return True
+        path = self._tree_of(layer_id) / "lock"
+        fd = try_exclusive(path)
+        if fd is None:
+            return path.exists()
+        os.close(fd)
+        return False
+
     def close(self) -> None:
         """Let go of everything that is still held. Safe to call twice."""
         self._holds.close()
+
+    # Names that sources/_chain.py and garbage.py took before there were public ones; they go when those have changed over.
+    _same = reuse
+    _shortage = shortage_bytes
+    _is_in_use = is_in_use
 
     # ---- publishing ----
 
@@ -367,7 +419,7 @@ class LayerStore:
             except OSError as exc:
                 if exc.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                     raise
-                if (layer := self._same(found.id)) is not None:
+                if (layer := self.reuse(found.id)) is not None:
                     return layer
                 continue
             break
@@ -376,18 +428,6 @@ class LayerStore:
         fsync_directory(self.root / "trees")
         fsync_directory(self.root / "drafts")
         return Layer(found.id, target / "tree", found.bytes, found.entries)
-
-    def _same(self, layer_id: str) -> Layer | None:
-        """The layer of that content that is there already, held; None when it was just taken away, or found damaged and set aside."""
-        try:
-            with self._holding(layer_id):
-                self.check_seal(layer_id)
-                self._holds.keep_held(layer_id)
-                return self.layer(layer_id)
-        except StageUnavailable:
-            if self._is_there(layer_id):
-                raise
-            return None
 
     def _mend_facts(self, path: Path, found: TreeDigest) -> None:
         """Write what is known of a layer anew, where that is damaged or the seal was broken by something that changed nothing."""
@@ -401,9 +441,9 @@ class LayerStore:
     def _require_room(self, wanted: int) -> None:
         if self.budget_bytes is None:
             return
-        if self._shortage(wanted) > 0:
+        if self.shortage_bytes(wanted) > 0:
             self.evict(wanted_bytes=wanted)
-        if (short := self._shortage(wanted)) > 0:
+        if (short := self.shortage_bytes(wanted)) > 0:
             raise StageUnavailable(
                 _WHO,
                 f"a layer of {wanted} bytes does not fit the budget of {self.budget_bytes} bytes: {short} bytes more are in use by running engines "
@@ -444,29 +484,15 @@ class LayerStore:
     # ---- removing ----
 
     def _evict_some(self, short: int, freed: _Tally) -> bool:
-        records = self._records()
+        candidates = {one.key: one for one in self.candidates()}
         sizes = {layer.id: layer.bytes for layer in self.layers()}
-        now = time.time()
-        candidates = [
-            eviction.Candidate(
-                one.key,
-                one.parent,
-                one.adds,
-                one.cost_s,
-                self._uses(one.key, now),
-                is_kept=one.name == SNAPSHOT or any(self._is_in_use(layer_id) for layer_id in one.adds),
-            )
-            for one in records
-        ]
-        adds = {one.key: one.adds for one in records}
-        progress = False
-        for key in eviction.choose(candidates, sizes, short):
+        chosen = eviction.choose(list(candidates.values()), sizes, short)
+        for key in chosen:
             self._forget(key)
             freed.stages.append(key)
-            progress = True
-            for layer_id in adds[key]:
+            for layer_id in candidates[key].adds:
                 self._count_removed(layer_id, freed)
-        return progress
+        return bool(chosen)
 
     def _remove_unneeded(self, freed: _Tally) -> None:
         needed = {layer_id for one in self._records() for layer_id in one.adds}
@@ -507,29 +533,12 @@ class LayerStore:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(stages / f"{key}.use")
 
-    def _shortage(self, wanted: int) -> int:
-        short = wanted - self._free_bytes() if wanted > 0 else 0
-        if self.budget_bytes is not None:
-            total = sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)
-            short = max(short, total + wanted - self.budget_bytes)
-        return short
-
     def _free_bytes(self) -> int:
         try:
             found = os.statvfs(self.root)
         except OSError:
             return 0
         return found.f_bavail * found.f_frsize
-
-    def _is_in_use(self, layer_id: str) -> bool:
-        if layer_id in self._holds:
-            return True
-        path = self._tree_of(layer_id) / "lock"
-        fd = try_exclusive(path)
-        if fd is None:
-            return path.exists()
-        os.close(fd)
-        return False
 
     def _sweep(self) -> None:
         """Remove what dead processes left half made. Whose lock can be had is dead."""
@@ -616,6 +625,11 @@ class LayerStore:
     def _read_record(self, key: str) -> StageRecord | None:
         path = self.root / "stages" / f"{key}.json"
         try:
+            st = os.stat(path)
+            this = st.st_ino, st.st_mtime_ns, st.st_size
+            known = self._read.get(key)
+            if known is not None and known[0] == this:
+                return known[1]
             record = StageRecord.from_json(path.read_bytes())
             if record.key != key:
                 raise Unreadable(f"it is the record of {record.key}")
@@ -627,6 +641,7 @@ class LayerStore:
             with contextlib.suppress(OSError):
                 self._set_aside(path, str(exc))
             return None
+        self._read[key] = this, record
         return record
 
     def _records(self) -> list[StageRecord]:
