@@ -9,28 +9,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import require_text
 from untax.core.stage import Identity
-from untax.core.tar import TarError, components
-from untax.layers import tarball
-from untax.layers.blob import Blob, Caps
 from untax.layers.sources import Fetched, Progress, Stop, _manifest, image_identity, in_thread, progress_from_thread
 from untax.layers.sources._chain import Chain
 from untax.layers.sources._image import PackedLayer
+from untax.layers.sources._members import Directory, Folder, look_through, unpacked
 from untax.layers.sources._reference import is_digest, this_platform
 from untax.layers.sources.config import MOST_BYTES, ReadConfig, read_config
-from untax.layers.tarball import Tarball
 from untax.layers.unpack import unpack
 
 if TYPE_CHECKING:
@@ -39,9 +33,6 @@ if TYPE_CHECKING:
 _OPEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # without waiting for whoever might write to a FIFO of that name
 _CHUNK = 1 << 20
 _MOST_DOCUMENT = 4 << 20
-_OUTER = Caps(bytes=256 << 30, entries=100_000, deepest=16)
-_SMALL = 1 << 20  # members of a compressed archive that are held in memory while it is looked through
-_SMALL_TOTAL = 32 << 20
 _DEEPEST_INDEX = 3
 _REF_NAME = "org.opencontainers.image.ref.name"
 _MOST_REMEMBERED = 256
@@ -128,20 +119,20 @@ class _Packaged:
     def _digest(self, stop: Stop) -> str:
         path, wanted = _split(self._name, self.scheme)
         if os.path.isdir(path):
-            with _Directory(path) as folder:
+            with Directory(path) as folder:
                 return self._image(folder, wanted).config.digest
         with _open_file(path) as file, _told(path):
             key = (self.scheme, *_which(file), wanted)
-            return _remember(key, lambda: self._image(_look_through(file, path, stop), wanted).config.digest)
+            return _remember(key, lambda: self._image(look_through(file, path, stop), wanted).config.digest)
 
     def _put(self, store: LayerStore, progress: Progress, stop: Stop) -> Fetched:
         path, wanted = _split(self._name, self.scheme)
         with _told(path), contextlib.ExitStack() as open_files:
             if os.path.isdir(path):
-                folder: _Folder = open_files.enter_context(_Directory(path))
+                folder: Folder = open_files.enter_context(Directory(path))
             else:
                 file = open_files.enter_context(_open_file(path))
-                folder = open_files.enter_context(_unpacked(file, path, store.downloads, stop, progress))
+                folder = open_files.enter_context(unpacked(file, path, store.downloads, stop, progress))
             image = self._image(folder, wanted)
             if self._found not in (None, image.config.digest):
                 raise StageUnavailable("image", f"{image.what}: it is another image now than when it was asked about; ask again")
@@ -150,7 +141,7 @@ class _Packaged:
                 raise StageFailed("image", f"{image.what}: it has {len(layers)} layers and its config names {len(image.config.diff_ids)}")
             return Chain(store, image.what, image.config).put(layers, check=stop.check, progress=progress)
 
-    def _image(self, folder: _Folder, wanted: str | None) -> _Image:
+    def _image(self, folder: Folder, wanted: str | None) -> _Image:
         raise NotImplementedError
 
 
@@ -159,7 +150,7 @@ class LayoutImage(_Packaged):
 
     scheme = "oci"
 
-    def _image(self, folder: _Folder, wanted: str | None) -> _Image:
+    def _image(self, folder: Folder, wanted: str | None) -> _Image:
         what = f"{self.scheme}:{self._name}"
         if "oci-layout" not in folder:
             raise StageFailed("image", f"{what}: it is not an OCI layout: there is no file oci-layout")
@@ -188,7 +179,7 @@ class DockerArchive(_Packaged):
 
     scheme = "docker-archive"
 
-    def _image(self, folder: _Folder, wanted: str | None) -> _Image:
+    def _image(self, folder: Folder, wanted: str | None) -> _Image:
         what = f"{self.scheme}:{self._name}"
         if "manifest.json" not in folder:
             raise StageFailed("image", f"{what}: it is not an archive of images: there is no file manifest.json")
@@ -256,224 +247,6 @@ def _parsed(data: bytes, what: str) -> object:
         return json.loads(data)
     except (ValueError, RecursionError):
         raise StageFailed("image", f"{what}: it is not JSON") from None
-
-
-# ---- where the members of an image are ----
-
-
-class _Folder(Protocol):
-    def __contains__(self, name: str, /) -> bool: ...
-
-    def size(self, name: str, /) -> int: ...
-
-    def open(self, name: str, /) -> BinaryIO: ...
-
-    def read(self, name: str, most: int, /) -> bytes: ...
-
-
-class _Directory:
-    """A layout as a directory. Links are not followed: what they lead to may be nobody's image."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    def __enter__(self) -> _Directory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def __contains__(self, name: str) -> bool:
-        try:
-            self.open(name).close()
-        except StageFailed:
-            return False
-        return True
-
-    def size(self, name: str) -> int:
-        with self.open(name) as file:
-            return os.fstat(file.fileno()).st_size
-
-    def open(self, name: str) -> BinaryIO:
-        fd = os.dup(self._fd)
-        try:
-            *parents, last = [os.fsdecode(part) for part in components(os.fsencode(name), deepest=8)]
-            for parent in parents:
-                fd, above = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd), fd
-                os.close(above)
-            fd, above = os.open(last, _OPEN | os.O_NOFOLLOW, dir_fd=fd), fd
-            os.close(above)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StageFailed("image", f"{self._path}: {name} in it is not a file")
-            return open(fd, "rb", buffering=0)
-        except FileNotFoundError:
-            os.close(fd)
-            raise StageFailed("image", f"{self._path}: there is no {name} in it") from None
-        except (OSError, ValueError) as exc:
-            os.close(fd)
-            raise StageFailed("image", f"{self._path}: {name} in it cannot be opened, or is a link: copy it with cp -RL") from exc
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def read(self, name: str, most: int) -> bytes:
-        with self.open(name) as file:
-            return _read_most(file, most, f"{self._path}: {name}")
-
-
-class _Members:
-    """The members of an outer tar: where each lies in `file`, or its contents where it had to be unpacked to be seen."""
-
-    def __init__(self, what: str, file: BinaryIO | None) -> None:
-        self._what = what
-        self._file = file
-        self._places: dict[tuple[bytes, ...], tuple[int, int]] = {}
-        self._contents: dict[tuple[bytes, ...], bytes] = {}
-        self._links: dict[tuple[bytes, ...], tuple[bytes, ...]] = {}
-
-    def add(self, name: tuple[bytes, ...], place: tuple[int, int] | None, contents: bytes | None) -> None:
-        if name in self._places or name in self._contents or name in self._links:
-            raise TarError("two members of one name")
-        if place is not None:
-            self._places[name] = place
-        elif contents is not None:
-            self._contents[name] = contents
-
-    def link(self, name: tuple[bytes, ...], target: tuple[bytes, ...]) -> None:
-        self.add(name, None, None)
-        self._links[name] = target
-
-    def __contains__(self, name: str) -> bool:
-        found = self._resolve(name)
-        return found in self._places or found in self._contents
-
-    def size(self, name: str) -> int:
-        found = self._require(name)
-        return self._places[found][1] if found in self._places else len(self._contents[found])
-
-    def open(self, name: str) -> BinaryIO:
-        found = self._require(name)
-        if found in self._contents:
-            return io.BytesIO(self._contents[found])
-        assert self._file is not None
-        return io.BufferedReader(_Section(self._file.fileno(), *self._places[found]), _CHUNK)
-
-    def read(self, name: str, most: int) -> bytes:
-        with self.open(name) as file:
-            return _read_most(file, most, f"{self._what}: {name[:200]!r}")
-
-    def _require(self, name: str) -> tuple[bytes, ...]:
-        found = self._resolve(name)
-        if found not in self._places and found not in self._contents:
-            raise StageFailed("image", f"{self._what}: there is no {name[:200]!r} in it")
-        return found
-
-    def _resolve(self, name: str) -> tuple[bytes, ...]:
-        """Old archives name a layer that comes twice by a link to the first."""
-        try:
-            found = tuple(components(name.encode(errors="surrogateescape"), deepest=_OUTER.deepest))
-        except (TarError, UnicodeEncodeError):
-            raise StageFailed("image", f"{self._what}: {name[:200]!r} is not the name of a member") from None
-        return self._links.get(found, found)
-
-
-class _Section(io.RawIOBase):
-    """A part of a file, read by its own place in it."""
-
-    def __init__(self, fd: int, start: int, size: int) -> None:
-        self._fd, self._at, self._end = fd, start, start + size
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = os.pread(self._fd, min(len(buffer), self._end - self._at), self._at)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
-def _members(what: str, blob: Blob, file: BinaryIO | None) -> _Members:
-    """Look through an outer tar: remember where members lie in `file`, or hold the small ones."""
-    found = _Members(what, file)
-    archive, held = Tarball(blob, _OUTER), 0
-    try:
-        for entry in archive:
-            name = tuple(components(entry.name, deepest=_OUTER.deepest))
-            if entry.kind == tarball.FILE and entry.pieces is None:
-                if file is not None:
-                    found.add(name, (archive.offset, entry.stored), None)
-                elif entry.stored <= _SMALL and held + entry.stored <= _SMALL_TOTAL:
-                    held += entry.stored
-                    found.add(name, None, b"".join(bytes(part) for part in archive.content()))
-            elif entry.kind == tarball.LINK:
-                found.link(name, _inside(name, entry.target))
-            elif entry.kind == tarball.HARD_LINK:
-                found.link(name, tuple(components(entry.target, deepest=_OUTER.deepest)))
-            elif entry.kind != tarball.DIRECTORY:
-                raise TarError("a member that is neither a file nor a link to one")
-    except TarError as exc:
-        raise StageFailed("image", f"{what}: the archive is refused: {exc}") from None
-    return found
-
-
-def _inside(name: tuple[bytes, ...], target: bytes) -> tuple[bytes, ...]:
-    """Where a link at `name` leads, in the archive."""
-    at = list(name[:-1])
-    for part in target.split(b"/"):
-        if part == b"..":
-            if not at:
-                raise TarError("a link out of the archive")
-            at.pop()
-        elif part not in (b"", b"."):
-            at.append(part)
-    if target.startswith(b"/") or len(at) > _OUTER.deepest:
-        raise TarError("a link out of the archive")
-    return tuple(at)
-
-
-def _look_through(file: BinaryIO, what: str, stop: Stop) -> _Members:
-    """The members without unpacking anything to the disk. Of a compressed archive only the small ones are there."""
-    blob = Blob(file, caps=_OUTER, on_read=lambda _: stop.check())
-    return _members(what, blob, None if _is_compressed(file) else file)
-
-
-@contextlib.contextmanager
-def _unpacked(file: BinaryIO, what: str, directory: Path, stop: Stop, progress: Progress) -> Iterator[_Members]:
-    """The members of an archive, out of a nameless copy in `directory` when it is compressed."""
-    if not _is_compressed(file):
-        yield _look_through(file, what, stop)
-        return
-    total = os.fstat(file.fileno()).st_size
-
-    def on_read(read: int) -> None:
-        stop.check()
-        progress("unpacking the archive", read, total)
-
-    blob = Blob(file, caps=_OUTER, on_read=on_read)
-    try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as copy:
-            while data := blob.read(_CHUNK):
-                copy.write(data)
-            copy.seek(0)
-            yield _members(what, Blob(copy, caps=_OUTER, on_read=lambda _: stop.check()), copy)
-    except OSError as exc:
-        raise StageUnavailable("image", f"{what}: it cannot be unpacked in {directory}: {exc.strerror}") from exc
-
-
-def _is_compressed(file: BinaryIO) -> bool:
-    first = os.pread(file.fileno(), 6, 0)
-    return first.startswith((b"\x1f\x8b", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd"))
-
-
-def _read_most(file: BinaryIO, most: int, what: str) -> bytes:
-    data = b""
-    while len(data) <= most and (more := file.read(min(_CHUNK, most + 1 - len(data)))):
-        data += more
-    if len(data) > most:
-        raise StageFailed("image", f"{what}: more than {most} bytes")
-    return data
 
 
 # ---- files ----
