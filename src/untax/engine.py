@@ -80,6 +80,8 @@ class Engine:
         elif options or (state_dir is not None and not isinstance(substrate, Layered)):
             raise UsageError("options belong to a substrate given by name; this one is already made")
         self.substrate = substrate
+        # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.
+        self.layered: Layered | None = substrate if isinstance(substrate, Layered) else None
         self.clock = clock
         self._strict = limits == "strict"
         self._state: Literal["new", "running", "closed"] = "new"
@@ -338,8 +340,8 @@ class Engine:
     def _creating(self, spec: EnvSpec, ground: Ground | None, cache: Path | None) -> Coroutine[Any, Any, Sandbox]:
         if ground is None:
             return self.substrate.create(spec)
-        assert isinstance(self.substrate, Layered)
-        return self.substrate.create_on(spec, ground.hold().root, cache=cache)
+        assert self.layered is not None
+        return self.layered.create_on(spec, ground.hold().root, cache=cache)
 
     async def _undo(self, creating: asyncio.Future[Sandbox], ground: Ground | None) -> None:
         try:

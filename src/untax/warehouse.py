@@ -14,7 +14,6 @@ from untax.core.errors import UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import EnvSpec, Network, Repo, freeze_network
 from untax.core.stage import WORKDIR
-from untax.core.substrate import Layered
 from untax.ground import Ground
 from untax.grounds import Grounds
 from untax.leases import Request
@@ -47,10 +46,14 @@ class Warehouse:
         self._plain: Stages | None = None
         self._trees: dict[Repo, RepoTree] = {}
         self._opened: LayerStore | None = None
+        self.has_users = False
+        """Whether commands may be of several users inside, root among them: where the engine is not root there is but one id."""
 
     async def start(self) -> None:
-        if isinstance(self._engine.substrate, Layered):
-            await self._open(self._engine.substrate.marks)
+        if self._engine.layered is not None:
+            marks = self._engine.layered.marks
+            self.has_users = marks == "trusted"
+            await self._open(marks)
 
     def let_go(self) -> None:
         """Of every snapshot that is not saved and every stage; what that removes is the engine's chore."""
@@ -111,11 +114,6 @@ class Warehouse:
         if spec.user is None and image.user:
             spec = replace(spec, user=image.user.partition(":")[0] if self.has_users else _ONE_USER)
         return spec
-
-    @property
-    def has_users(self) -> bool:
-        """Whether commands may be of several users inside, root among them: where the engine is not root there is but one id."""
-        return isinstance(self._engine.substrate, Layered) and self._engine.substrate.marks == "trusted"
 
     # ---- where there are no layers ----
 
