@@ -1,0 +1,1 @@
+"""Staged warm pools: which idle sandbox is closest, how many to keep, and the driver that carries both out."""

@@ -1,0 +1,86 @@
+"""What each step has been measured to cost, and what it is expected to cost next time.
+
+Steps are learnt by name: a stage by its key, and by its rung for keys never built here; what a substrate does by the
+operation. Recent measurements count more. Before the first one there is a guess, of the right order and no more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from untax.core.errors import UsageError
+from untax.core.stage import Stage
+
+Operation = Literal["create", "bind", "reset"]
+
+_WEIGHT = 0.2  # of the newest measurement: after ten, nine tenths of what is expected is theirs
+_VERSION = 1
+_MOST_KEYS = 4096  # of single stages; the ones not measured for longest are forgotten first
+# Seconds, before anything was measured: a sandbox of our own, a clone, an installation, an image that is pulled.
+_GUESSES: Mapping[str, float] = {"create": 0.005, "bind": 0.0005, "reset": 0.005, "base": 0.0, "image": 20.0, "repo": 5.0, "deps": 30.0}
+
+
+class Costs:
+    """Expected seconds. Not safe for threads; one belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, float] = {}
+        self._by_key: OrderedDict[str, float] = OrderedDict()
+
+    # ---- what is expected ----
+
+    def of(self, operation: Operation) -> float:
+        return self._by_name.get(operation, _GUESSES[operation])
+
+    def of_stage(self, stage: Stage) -> float:
+        """Of putting this rung in place over the one below it."""
+        known = self._by_key.get(stage.key)
+        return known if known is not None else self._by_name.get(stage.name, _GUESSES[stage.name])
+
+    # ---- what was measured ----
+
+    def observe(self, operation: Operation, seconds: float) -> None:
+        self._learn(operation, seconds)
+
+    def observe_stage(self, stage: Stage, seconds: float) -> None:
+        self._learn(stage.name, seconds)
+        self._by_key[stage.key] = _blend(self._by_key.pop(stage.key, None), seconds)
+        if len(self._by_key) > _MOST_KEYS:
+            self._by_key.popitem(last=False)
+
+    def _learn(self, name: str, seconds: float) -> None:
+        self._by_name[name] = _blend(self._by_name.get(name), seconds)
+
+    # ---- kept between engines ----
+
+    def to_json(self) -> str:
+        return json.dumps({"version": _VERSION, "by_name": self._by_name, "by_key": self._by_key})
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """`UsageError` for what is no record of costs; one of a later release says so."""
+        try:
+            value: Any = json.loads(text)
+            if value["version"] != _VERSION:
+                raise UsageError(f"costs of version {value['version']!r}: this release knows {_VERSION}; remove the file to learn anew")
+            costs = cls()
+            costs._by_name = {str(name): _seconds(cost) for name, cost in value["by_name"].items()}
+            costs._by_key = OrderedDict((str(key), _seconds(cost)) for key, cost in value["by_key"].items())
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            if isinstance(exc, UsageError):
+                raise
+            raise UsageError(f"not a record of costs: {exc}; remove the file to learn anew") from exc
+        return costs
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e9:
+        raise ValueError(f"{value!r} is no number of seconds")
+    return float(value)
+
+
+def _blend(before: float | None, seconds: float) -> float:
+    return seconds if before is None else before + _WEIGHT * (seconds - before)
