@@ -77,6 +77,13 @@ class Warehouse:
             raise UsageError(f"substrate {name!r} has no layers, so there are no snapshots on it; `untax doctor` lists the others")
         return self._shelf
 
+    @property
+    def store(self) -> LayerStore:
+        """`UsageError` while it is not open."""
+        if self._opened is None:
+            raise UsageError("this engine has no store of layers open")
+        return self._opened
+
     # ---- what leases begin with ----
 
     def at_hand(self, request: Request) -> Ground | None:
@@ -122,7 +129,7 @@ class Warehouse:
         from untax.layers.build import Stages
 
         if self._plain is None:
-            self._plain = Stages(await self._store("trusted" if is_host_root() else "user"))
+            self._plain = Stages(await self._open_store("trusted" if is_host_root() else "user"))
         found = self._trees.get(repo)
         if found is None:
             found = await self._plain.repo_tree(repo)
@@ -134,11 +141,11 @@ class Warehouse:
     async def _open(self, marks: Marks) -> None:
         from untax.layers.build import Stages
 
-        store = await self._store(marks)
+        store = await self._open_store(marks)
         self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network)))
         self._shelf = Shelf(self._engine, self._grounds)
 
-    async def _store(self, marks: Marks) -> LayerStore:
+    async def _open_store(self, marks: Marks) -> LayerStore:
         from untax.layers.store import LayerStore
 
         def opened() -> LayerStore:

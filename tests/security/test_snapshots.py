@@ -8,6 +8,8 @@ import contextlib
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -280,6 +282,49 @@ async def test_f20_a_link_in_the_place_of_the_store_is_refused_and_not_followed(
     with pytest.raises(untax.UsageError):
         await engine.start()
     assert list(elsewhere.iterdir()) == []
+
+
+_KILLED = """
+import asyncio, os, signal, sys, untax
+
+async def main():
+    async with untax.Engine("namespace", state_dir=sys.argv[1]) as engine, engine.lease(untax.EnvSpec(image=sys.argv[2])) as box:
+        await box.write("kept", b"1")
+        saved = await (await box.snapshot()).save()
+        await box.write("lost", b"2" * 1000000)
+        unsaved = await box.snapshot()
+        async with engine.fork(unsaved, 4):
+            saving = asyncio.create_task(unsaved.save())
+            await asyncio.sleep(float(sys.argv[3]))
+            print(saved, unsaved.id, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_x34_an_engine_that_is_killed_loses_nothing_that_was_saved_and_leaves_nothing_else(tmp_path, small):
+    """Killed at several moments of a save: what it was about is there whole or not at all."""
+    state = tmp_path / "state"
+    for delay_s in (0, 0.001, 0.003, 0.01, 0.05):
+        ended = await asyncio.to_thread(
+            subprocess.run, [sys.executable, "-c", _KILLED, state, small.image, str(delay_s)],
+            capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )  # fmt: skip
+        assert ended.returncode == -9, ended.stderr
+        saved, unsaved = ended.stdout.split()
+        async with untax.Engine("namespace", state_dir=state) as engine:
+            async with engine.restore(saved) as box:
+                assert [entry.name for entry in await box.list(".")] == ["kept"]
+            await (await engine.find_snapshot(saved)).drop()
+            with contextlib.suppress(untax.UsageError):
+                async with engine.restore(unsaved) as box:
+                    assert [(entry.name, entry.size) for entry in await box.list(".")] == [("kept", 1), ("lost", 1_000_000)]
+                await (await engine.find_snapshot(unsaved)).drop()
+    async with untax.Engine("namespace", state_dir=state) as engine:
+        await asyncio.to_thread(engine.warehouse.store.evict)
+    left = [path for place in ("layers/trees", "layers/drafts", "layers/stages", "namespace") for path in (state / place).glob("*")]
+    assert [path.name for path in left if path.name not in ("images", ".gate")] == []
 
 
 # ---- grading ----
