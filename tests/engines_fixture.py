@@ -14,8 +14,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,23 +110,33 @@ class Podman:
 @pytest.fixture(scope="session")
 def docker() -> Iterator[Docker]:
     _need("docker", {"dockerd": "docker.io", "docker": "docker.io", "containerd": "containerd", "setpriv": "util-linux"})
-    with _home() as home:
-        engine = Docker(home)
-        try:
-            engine.wait_ready()
-            yield engine
-        finally:
-            engine.stop()
+    with _one("docker", Docker) as engine:
+        engine.wait_ready()
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def podman() -> Iterator[Podman]:
     _need("podman", {"podman": "podman", "setpriv": "util-linux"})
+    with _one("podman", Podman) as engine:
+        yield engine
+
+
+_running: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def _one(name: str, make: Callable[[Path], Any]) -> Iterator[Any]:
+    """One for the whole run. To pytest, a fixture that two modules import is two; the first to begin is the last to end."""
+    if name in _running:
+        yield _running[name]
+        return
     with _home() as home:
-        engine = Podman(home)
+        engine = _running[name] = make(home)
         try:
             yield engine
         finally:
+            del _running[name]
             engine.stop()
 
 
