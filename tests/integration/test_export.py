@@ -358,6 +358,30 @@ def test_views_of_the_host_are_merged_into_one_layer(store, home, tmp_path):
     assert config["config"] == {"Env": ["PATH=/usr/bin"]}
 
 
+@pytest.mark.parametrize("to", ["oci", "initramfs", "ext4"])
+def test_t8_links_that_a_workload_left_are_exported_and_never_followed(to, store, tmp_path):
+    """To a directory, to a file, in place of a directory that a lower layer has, and with names that a path could be built from."""
+    outside, lower, upper = tmp_path / "outside", tmp_path / "lower", tmp_path / "upper"
+    outside.mkdir()
+    (outside / "secret").write_text("TOP-SECRET")
+    (lower / "was-a-directory/sub").mkdir(parents=True)
+    (lower / "was-a-directory/secret").write_text("own")
+    upper.mkdir()
+    (upper / "was-a-directory").symlink_to(outside)
+    (upper / "directory").symlink_to(outside)
+    (upper / "file").symlink_to(outside / "secret")
+    (upper / "...").mkdir()
+    (upper / ".../up").symlink_to("../" * 40 + str(outside).lstrip("/"))
+    export.export(store, Root((str(lower), str(upper))), tmp_path / "out", to)
+
+    data = (tmp_path / "out").read_bytes()
+    data = gzip.decompress(data) if to == "initramfs" else data
+    assert b"TOP-SECRET" not in data
+    assert os.fsencode(outside) in data
+    assert (outside / "secret").read_text() == "TOP-SECRET"
+    assert sorted(path.name for path in outside.iterdir()) == ["secret"]
+
+
 def test_a_failed_export_leaves_the_old_file_and_nothing_beside_it(store, tmp_path):
     layer = tmp_path / "layer"
     (layer / "sub").mkdir(parents=True)
