@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from untax.core.errors import StageUnavailable, UsageError
+from untax.core.errors import PoolClosed, StageUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, Limits, Repo
 from untax.core.substrate import Frozen
@@ -40,6 +40,7 @@ class Shelf:
         self._grounds = grounds
         self._kept: dict[str, Snapshot] = {}
         self._flattening: dict[str, asyncio.Task[None]] = {}
+        self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -49,11 +50,14 @@ class Shelf:
         return snapshot
 
     def close(self) -> None:
+        self._is_closed = True
         for snapshot in self._kept.values():
             snapshot.let_go()
         self._kept.clear()
 
     async def drop(self, snapshot: Snapshot) -> None:
+        if self._is_closed and snapshot.is_saved:
+            raise PoolClosed(f"the engine is closed; drop {snapshot.id} by `await (await engine.find_snapshot(id)).drop()` of another")
         if self._kept.pop(snapshot.id, None) is not None:
             snapshot.let_go()
             if snapshot.is_saved:
@@ -123,6 +127,9 @@ class Shelf:
             raise UsageError(f"there is no saved snapshot {snapshot_id} in {store.root}")
         spec = spec_of(record.recipe["spec"])
         ground = await self._restored(record, spec)
+        if (kept := self._kept.get(snapshot_id)) is not None:  # somebody else asked at the same time
+            ground.release()
+            return kept
         return self.put(Snapshot(self._engine, spec, ground, "stored", 0.0, snapshot_id))
 
     async def _restored(self, record: StageRecord, spec: EnvSpec) -> Ground:

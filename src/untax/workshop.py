@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from untax.core.errors import StageFailed
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, FrozenEnv, Network
+from untax.core.stage import WORKDIR
 from untax.core.substrate import Frozen
 from untax.ground import Ground
 from untax.leases import Request
@@ -57,6 +58,8 @@ class Workshop:
             spec,
             repo=None,
             setup=(),
+            # A repository is where the spec says and not where its image would begin.
+            workdir=spec.workdir or (WORKDIR if spec.repo is not None else None),
             env=FrozenEnv({**deps.ENV, **spec.env}),
             user="root" if self._engine.warehouse.has_users else None,
             network=self._network,

@@ -76,6 +76,20 @@ async def test_a_missing_stage_is_built_once_and_then_at_hand(fake, engine, spec
     assert not fake.frozen
 
 
+async def test_set_up_commands_run_where_the_repository_lies(fake, engine, image, tmp_path, monkeypatch):
+    """Not where the image would begin; without a repository there."""
+    config = untax.core.root.ImageConfig(workdir="/srv")
+    monkeypatch.setattr("untax.layers.sources.dir.make", lambda *_: Wishing(image, config))
+
+    async def no_repository(*args, **options):
+        return ()
+
+    monkeypatch.setattr(engine.warehouse._grounds._stages, "_checked_out", no_repository)
+    for repo, place in ((None, "/srv"), (untax.Repo(str(tmp_path), "0" * 40), "/workspace")):
+        async with engine.lease(untax.EnvSpec(image="dir:/x", repo=repo, setup=("true",))):
+            assert [spec.workdir for spec in fake.specs[-2:]] == [place] * 2
+
+
 async def test_a_hundred_leases_of_one_missing_stage_build_it_once(fake, engine, spec):
     installs(fake)
     spec = untax.EnvSpec(image=spec.image, setup=("install /opt/tool",))
@@ -309,6 +323,19 @@ async def test_a_snapshot_that_fails_marks_the_rollout(fake, engine, spec):
         assert box.ledger.verdict == "infra"
         fake.failures.clear()
         await box.write("a", b"1")  # the box itself stands
+
+
+async def test_a_saved_snapshot_is_found_once_however_many_ask_and_dropped_by_a_live_engine_only(fake, make, spec):
+    async with make() as engine, engine.lease(spec) as box:
+        snapshot = await box.snapshot()
+        saved = await snapshot.save()
+    with pytest.raises(untax.PoolClosed, match="find_snapshot"):
+        await snapshot.drop()
+    async with make() as engine:
+        found = await asyncio.gather(*(engine.find_snapshot(saved) for _ in range(5)))
+        assert len(set(found)) == 1
+        await found[0].drop()
+    assert not fake.frozen
 
 
 async def test_a_damaged_layer_refuses_the_saved_snapshot_that_has_it(fake, make, spec, tmp_path):
