@@ -17,6 +17,7 @@
 #define CLIENTS_MAX 256u
 #define HEAD_TIME_NS 60000000000u  // for a client to say what it wants
 #define MESSAGE_MAX 4096u          // of the host's refusal
+#define BREATHER_NS 100000000u     // before another try when there is no descriptor for a client
 
 enum state { HEAD, ASKED, JOINED };
 
@@ -32,6 +33,7 @@ struct client {
 };
 
 static struct source listener;
+static struct timer breather;
 static uint16_t listening;
 static struct client *clients;
 static unsigned clients_count;
@@ -168,10 +170,20 @@ void proxy_handle(const struct frame *f) {
     }
 }
 
+static void on_breather(struct timer *t) {
+    (void)t;
+    source_want(&listener, EPOLLIN);
+}
+
 static void on_client(struct source *s, uint32_t events) {
     (void)events;
     int fd = accept4(s->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) return;
+    if (fd < 0) {
+        // The connection stays in the queue and would be reported again at once, for as long as there is no descriptor for it.
+        bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS;
+        if (short_of && timer_set(&breather, io_now_ns() + BREATHER_NS, on_breather)) source_want(s, 0);
+        return;
+    }
     struct client *c = clients_count < CLIENTS_MAX ? calloc(1, sizeof *c) : NULL;
     if (!c) {
         static const char many[] = "too many connections through the proxy";
@@ -214,6 +226,7 @@ int proxy_listen(uint16_t port) {
 
 void proxy_free(void) {
     while (clients) client_free(clients);
+    timer_stop(&breather);
     if (listening) source_close(&listener);
     listening = 0;
 }

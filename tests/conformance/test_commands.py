@@ -141,6 +141,7 @@ async def test_a_missing_directory_starts_nothing(box):
         await box.run(["touch", "ran"], cwd="no/such/place")
 
     assert "working directory" in str(caught.value)
+    assert "no/such/place" in str(caught.value)
     assert "ran" not in [entry.name for entry in await box.list(".")]
 
 

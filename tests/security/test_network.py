@@ -4,18 +4,23 @@ Listeners are this suite's own, on loopback addresses, or in a network namespace
 host can reach the listener: only then does it mean something that the sandbox cannot.
 """
 
+import contextlib
 import os
 import re
+import resource
 import shlex
 import socket
 import subprocess
 import time
 
 import pytest
+from tests import agentwire as w
 from tests import servers
 from tests.enginehost import engine_host
 
 import untax
+from untax.channel import actions, wire
+from untax.substrates._host import cell_path
 
 # Addresses within namespaces of our own: public to every rule, and there nobody's but ours.
 PUBLIC, GATEWAY = "11.22.33.44", "11.22.33.1"
@@ -343,3 +348,34 @@ async def test_a_policy_may_be_bound_at_the_lease(engine, peer):
         result = await box.shell(f"curl -s -m 3 http://{peer.address}/; env | grep -ci proxy")
 
     assert result.text.strip() == "0"
+
+
+def test_a_proxy_short_of_descriptors_waits_without_spinning(tmp_path):
+    """What connects meanwhile stays in the queue, and is served when a descriptor is free."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    call = actions.configure(workdir=tmp_path, env={}, proxy_port=port)
+    with w.Peer(cell_path(), tmp_path) as peer, contextlib.ExitStack() as stack:
+        agent = peer.process.pid
+        peer.next()
+        peer.send(w.hello() + wire.frame(1, call.kind, call.payload))
+        assert peer.until(1) == (w.DONE, b"")
+        before = resource.prlimit(agent, resource.RLIMIT_NOFILE)
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{agent}/fd")) + 4, before[1]))
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(30)]
+        spent = -processor_s(agent)
+        time.sleep(0.5)
+        spent += processor_s(agent)
+        resource.prlimit(agent, resource.RLIMIT_NOFILE, before)
+        clients[-1].sendall(b"nonsense\r\n\r\n")
+        clients[-1].settimeout(5)
+        answer = clients[-1].recv(100)
+
+    assert spent < 0.1
+    assert answer.startswith(b"HTTP/1.1 400")
+
+
+def processor_s(pid: int) -> float:
+    with open(f"/proc/{pid}/stat") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from struct import Struct
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from untax.channel import wire
 from untax.channel.arguments import (
@@ -40,6 +40,8 @@ INLINE_MAX = 1 << 20  # a body up to this goes in the request's own frame
 CHUNK = 64 << 10  # of a longer body: four in flight in a window of 256 KiB
 _CAP_MAX = 0xFFFFFFFF
 
+AnyCall = TypeVar("AnyCall", bound=Call[Any])
+
 _SPAWN = Struct("<HIHH")
 _RUN_SESSION = Struct("<II")
 _EMPTY = wire.u32(0)
@@ -61,7 +63,7 @@ def run(
 ) -> CommandCall:
     """Run `argv` without a shell. `merge` puts stderr into stdout, in the order in which they were written."""
     payload, body = spawn_payload(argv_bytes(argv), wire.MERGE if merge else 0, cap, cwd, env, user, stdin)
-    return CommandCall(wire.SPAWN, payload, cap, timeout_s, body)
+    return in_directory(CommandCall(wire.SPAWN, payload, cap, timeout_s, body), cwd)
 
 
 def shell(
@@ -78,16 +80,20 @@ def shell(
     """Run `text` by `bash -c`, or `sh -c` where there is no bash."""
     options = wire.SHELL | wire.MERGE if merge else wire.SHELL
     payload, body = spawn_payload(shell_argv(text), options, cap, cwd, env, user, stdin)
-    return CommandCall(wire.SPAWN, payload, cap, timeout_s, body)
+    return in_directory(CommandCall(wire.SPAWN, payload, cap, timeout_s, body), cwd)
+
+
+def in_directory(call: AnyCall, cwd: Name | None) -> AnyCall:
+    """The same call; an error about its working directory names it."""
+    if cwd is not None:
+        call.path = name_text(path_bytes(cwd, "cwd"))
+    return call
 
 
 def shell_argv(text: str | bytes) -> list[bytes]:
     if not isinstance(text, (str, bytes)):
         raise UsageError("the shell command is not a string: run() takes a list")
-    raw = text_bytes(text, "the shell command")
-    if len(raw) >= ARGUMENT_MAX:
-        raise UsageError(f"the shell command has {len(raw)} bytes: the kernel takes {ARGUMENT_MAX - 1}; write() it to a file and run that")
-    return [raw]
+    return [text_bytes(text, "the shell command", ARGUMENT_MAX - 1, "; write() it to a file and run that")]
 
 
 def spawn_payload(
@@ -163,7 +169,8 @@ def session_open(
         + (_EMPTY if user is None else blob(text_bytes(user, "user")))
         + blobs(env_bytes(env))
     )
-    return Call(wire.SESSION_OPEN, payload, timeout_s=timeout_s, decode=lambda reader: (reader.u32(), reader.u32()))
+    call = Call(wire.SESSION_OPEN, payload, timeout_s=timeout_s, decode=lambda reader: (reader.u32(), reader.u32()))
+    return in_directory(call, cwd)
 
 
 def session_run(session: int, text: str | bytes, *, timeout_s: float | None = TIMEOUT_S, cap: int = OUTPUT_CAP) -> SessionCall:

@@ -16,8 +16,10 @@ TIMEOUT_MAX_S = 4_294_967  # what a u32 of milliseconds holds, about 49 days
 Name = str | bytes | os.PathLike[str]
 
 
-def text_bytes(value: object, what: str) -> bytes:
-    """`value` as the bytes a program inside sees: UTF-8, with what `os.fsdecode` escaped put back."""
+def text_bytes(value: object, what: str, most: int = 0, remedy: str = "") -> bytes:
+    """`value` as the bytes a program inside sees: UTF-8, with what `os.fsdecode` escaped put back. `most`: as many as the kernel takes."""
+    if most and isinstance(value, (str, bytes)) and len(value) > most:  # at once: a gigabyte takes a second to encode
+        raise UsageError(f"{what} has {len(value)} bytes or more: the kernel takes {most}{remedy}")
     if isinstance(value, str):
         try:
             raw = value.encode("utf-8", "surrogateescape")
@@ -29,17 +31,17 @@ def text_bytes(value: object, what: str) -> bytes:
         raw = os.fsencode(value)
     else:
         raise UsageError(f"{what} is of type {type(value).__name__}: pass str or bytes")
+    if most and len(raw) > most:
+        raise UsageError(f"{what} has {len(raw)} bytes: the kernel takes {most}{remedy}")
     if b"\0" in raw:
         raise UsageError(f"{what} holds a NUL byte: the kernel ends names and arguments there, so remove it")
     return raw
 
 
 def path_bytes(path: Name, what: str = "path") -> bytes:
-    raw = text_bytes(path, what)
+    raw = text_bytes(path, what, PATH_MAX - 1, ", so use a working directory")
     if not raw:
         raise UsageError(f'{what} is empty: "." is the working directory')
-    if len(raw) >= PATH_MAX:
-        raise UsageError(f"{what} has {len(raw)} bytes: the kernel takes {PATH_MAX - 1}, so use a working directory")
     return raw
 
 
@@ -48,14 +50,10 @@ def argv_bytes(argv: Sequence[Name]) -> list[bytes]:
         raise UsageError('the command is not a list: pass ["program", "argument"], or use shell() for a string')
     if not argv:
         raise UsageError("the command is an empty list: its first element is the program")
-    raw = [text_bytes(argument, f"argument {n}") for n, argument in enumerate(argv)]
+    remedy = "; write() it to a file, or pass it as stdin"
+    raw = [text_bytes(argument, f"argument {n}", ARGUMENT_MAX - 1, remedy) for n, argument in enumerate(argv)]
     if not raw[0]:
         raise UsageError("the program's name is empty")
-    for n, argument in enumerate(raw):
-        if len(argument) >= ARGUMENT_MAX:
-            raise UsageError(
-                f"argument {n} has {len(argument)} bytes: the kernel takes {ARGUMENT_MAX - 1}; write() it to a file, or pass it as stdin"
-            )
     return raw
 
 
@@ -69,12 +67,12 @@ def env_bytes(env: Mapping[str, str | None] | None) -> list[bytes]:
 
 
 def _variable(name: str, value: str | None) -> bytes:
-    raw = text_bytes(name, "the name of a variable")
+    raw = text_bytes(name, "the name of a variable", ARGUMENT_MAX - 1)
     if not raw or b"=" in raw:
         raise UsageError(f"{name!r} cannot name a variable: names are not empty and hold no '='")
     if value is None:
         return raw
-    variable = raw + b"=" + text_bytes(value, f"the variable {name!r}")
+    variable = raw + b"=" + text_bytes(value, f"the variable {name!r}", ARGUMENT_MAX - 1)
     if len(variable) >= ARGUMENT_MAX:
         raise UsageError(f"the variable {name!r} has {len(variable)} bytes: the kernel takes {ARGUMENT_MAX - 1}")
     return variable

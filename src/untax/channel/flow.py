@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from untax.channel import wire
-from untax.channel.actions import shell_argv, spawn_payload
+from untax.channel.actions import in_directory, shell_argv, spawn_payload
 from untax.channel.arguments import Name, argv_bytes, path_bytes, whole_number
 from untax.channel.call import TIMEOUT_S, Call, read_command
 from untax.channel.replies import Event, TreeSize, name_text, read_event
@@ -241,7 +241,7 @@ def pty(
     whole_number(cols, "cols", 1, 0xFFFF)
     options = wire.PTY | wire.MERGE | wire.STREAM | wire.STDIN
     payload, _ = spawn_payload(argv_bytes(argv), options, 0, cwd, env, user, None, rows, cols)
-    return ProcessFlow(wire.SPAWN, payload, timeout_s=timeout_s)
+    return in_directory(ProcessFlow(wire.SPAWN, payload, timeout_s=timeout_s), cwd)
 
 
 def _spawn(
@@ -256,7 +256,7 @@ def _spawn(
 ) -> ProcessFlow:
     options |= wire.STREAM | (wire.MERGE if merge else 0) | (wire.STDIN if stdin else 0)
     payload, _ = spawn_payload(argv, options, 0, cwd, env, user, None)
-    return ProcessFlow(wire.SPAWN, payload, timeout_s=timeout_s)
+    return in_directory(ProcessFlow(wire.SPAWN, payload, timeout_s=timeout_s), cwd)
 
 
 def attach(pid: int) -> ProcessFlow:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from untax.core.errors import SubstrateError, UntaxError, UsageError
+from untax.core.errors import ActionError, SubstrateError, UntaxError, UsageError
 
 COMMANDS = ("run", "shell", "image", "doctor", "bench")
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _report(exc: UntaxError, *, as_json: bool) -> int:
     from untax.cli._terminal import one_line
 
-    code = EXIT_USAGE if isinstance(exc, UsageError) else EXIT_INFRASTRUCTURE
+    code = EXIT_USAGE if isinstance(exc, UsageError) else EXIT_NO if isinstance(exc, ActionError) else EXIT_INFRASTRUCTURE
     if as_json:
         document = {"error": type(exc).__name__, "message": str(exc), "retryable": exc.retryable, "exit_code": code}
         if isinstance(exc, SubstrateError) and exc.sandbox_id:
