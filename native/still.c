@@ -17,7 +17,7 @@
 #include "cgroup.h"
 #include "io.h"
 
-#define FREEZE_PATIENCE_NS 1000000000u  // a process in uninterruptible sleep holds the freezer up
+#define FREEZE_PATIENCE_NS 5000000000u  // a process that waits for its disk holds the freezer up
 #define HOLD_PATIENCE_NS 1000000000u    // for all together
 #define STOP_USUAL_NS 2000000u          // stopping a thread takes 10 µs; after this it is asked what holds it up
 #define SPIN_NS 300000u                 // waiting for cgroup.events by poll costs milliseconds, reading it in a spin 60 µs

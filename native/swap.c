@@ -26,6 +26,7 @@
 #include "still.h"
 
 #define SETUP_PATIENCE_MS 4000
+#define HELD_ANYWAY_MAX 64       // threads, at 10 µs each
 #define MOUNTS_PATIENCE_MS 8000  // the launcher may have many sandboxes to make before it comes to this
 
 static const struct box *box;
@@ -167,11 +168,14 @@ static const char *swap_roots(const struct still *s, const struct fresh *f) {
     return NULL;
 }
 
-// Everybody held and sent once to where it stands: who can do that now can do it again afterwards.
+// Everybody held and sent once to where it stands: who can do that now can do it again afterwards. Few enough are held also when none has to be sent,
+// because some calls are then kept from noticing that they were interrupted.
 static bool can_send(struct still *s) {
     bool needed = false;
     for (size_t i = 0; i < s->count; i++) needed |= s->standers[i].cwd != NULL;
-    return !needed || (!still_hold(s) && !still_send(s));
+    if (!needed && s->count > HELD_ANYWAY_MAX) return true;
+    bool held = !still_hold(s);
+    return !needed || (held && !still_send(s));
 }
 
 static void swap(struct still *s) {
