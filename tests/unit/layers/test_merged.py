@@ -49,6 +49,8 @@ class Chain:
     def __init__(self, home, kind):
         self.home = home
         self.kind = kind
+        self.canary = home / "canary"  # what links lead out to: these acts are root's, so never to a file of the machine
+        self.canary.write_bytes(b"untouched")
         self.mount_point = home / "m"
         self.mount_point.mkdir()
         self.layers = []
@@ -61,7 +63,7 @@ class Chain:
             (source / "a" / "dir").mkdir(parents=True)
             (source / "a" / "file").write_bytes(b"host")
             (source / "a" / "dir" / "b").write_bytes(b"host too")
-            (source / "c").symlink_to("/etc/passwd")
+            (source / "c").symlink_to(self.canary)
             self.views += (View(str(source), at),)
 
     def root(self, count=None):
@@ -121,7 +123,7 @@ def is_plain_directory(layer, at):
 
 
 def mess(top, rng, steps):
-    """Do what workloads do: make, write, replace, rename, link, delete."""
+    """Do what workloads do: make, write, replace, rename, link, delete. No act follows a link: some lead out of the tree."""
     for _ in range(steps):
         where = some_directory(top, rng)
         path = where + b"/" + rng.choice(NAMES)
@@ -292,6 +294,7 @@ def random_chain(chain, seed, *, views=False, layers=6, steps=60):
     for _ in range(layers):
         with chain.layer() as top:
             mess(top, rng, steps)
+    assert chain.canary.read_bytes() == b"untouched", "an act followed a link out of the tree"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
