@@ -60,7 +60,7 @@ class Watch:
             entries=frozenset(_entries(self.state_dir)),
         )
 
-    def wait_like(self, before: Snapshot, within_s: float = 5.0) -> dict[str, list[str]]:
+    def wait_like(self, before: Snapshot, within_s: float = 20.0) -> dict[str, list[str]]:
         """Look again until nothing is left over or the time is up; gives what is left over."""
         end = time.monotonic() + within_s
         while extra := self.take().more_than(before):
