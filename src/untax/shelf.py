@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from untax.core.errors import PoolClosed, StageUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, Limits, Repo
 from untax.core.substrate import Frozen
+from untax.flats import DEEPEST, Flats
 from untax.ground import Ground, Support
 from untax.layers.record import SNAPSHOT
 from untax.snapshot import Snapshot
@@ -30,16 +31,13 @@ if TYPE_CHECKING:
 
 _ID = re.compile(r"snap-[0-9a-f]{24}")
 
-# A mount of 60 layers costs half as much again as one of 3, of 200 three times as much, and the kernel takes 500 (KERNEL.md).
-DEEPEST = 50
-
 
 class Shelf:
     def __init__(self, engine: Engine, grounds: Grounds) -> None:
         self._engine = engine
         self._grounds = grounds
         self._kept: dict[str, Snapshot] = {}
-        self._flattening: dict[str, asyncio.Task[None]] = {}
+        self._flats = Flats(engine, grounds.store)
         self._is_closed = False
 
     def __len__(self) -> int:
@@ -71,33 +69,15 @@ class Shelf:
 
     async def ground(self, snapshot: Snapshot) -> Ground:
         """Held for the caller, and not deeper than is cheap to stand on."""
-        if len(snapshot.ground.own) > DEEPEST:
-            await self._flatten(snapshot)
-        return snapshot.ground.hold()
-
-    async def _flatten(self, snapshot: Snapshot) -> None:
-        """Once, however many forks ask at the same time."""
-        task = self._flattening.get(snapshot.id)
-        if task is None:
-            task = self._flattening[snapshot.id] = self._engine.chore(self._flattened(snapshot))
-            task.add_done_callback(lambda _: self._flattening.pop(snapshot.id, None))
-        await asyncio.shield(task)
-
-    async def _flattened(self, snapshot: Snapshot) -> None:
-        from untax.layers.flatten import flatten
-
-        ground, store = snapshot.ground.hold(), self._grounds.store
+        ground = snapshot.ground.hold()
+        if len(ground.own) <= DEEPEST:
+            return ground
         try:
-            base = replace(ground.readable(), layers=ground.root.layers[: ground.stage_layers])
-            layer = await asyncio.to_thread(flatten, store, ground.own, base)
-            supports = ground.supports[: ground.stage_supports]
-            for support in supports:
-                support.hold()
-            own = Support(lambda: self._engine.chore(asyncio.to_thread(layer.remove)))
-            flat = replace(ground, root=base.with_layers(str(layer.tree)), supports=(*supports, own), own=(layer.tree,))
-            snapshot.moved_to(flat)
+            flat = await self._flats.shallow(ground)
         finally:
             ground.release()
+        snapshot.moved_to(flat.hold())
+        return flat
 
     # ---- in the store ----
 

@@ -66,10 +66,12 @@ class Snapshot:
         return self._ground
 
     def moved_to(self, ground: Ground) -> None:
-        """The same files at another place: what it stood on before is let go."""
-        before, self._ground = self._ground, ground
-        if before is not None:
-            before.release()
+        """The same files at another place, held for it: what it stood on before is let go."""
+        if self._ground is None:
+            ground.release()  # dropped meanwhile
+        else:
+            self._ground.release()
+            self._ground = ground
 
     def was_saved(self) -> None:
         self._is_saved = True

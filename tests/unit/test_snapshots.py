@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import untax
-from untax import quarantine, shelf
+from untax import flats, quarantine, shelf
 from untax.testing import FakeExit, LayeredFake
 
 
@@ -374,6 +374,7 @@ async def test_one_who_is_cancelled_while_saving_leaves_a_whole_snapshot(fake, m
 
 async def test_a_flattened_chain_goes_with_the_last_who_needs_it(fake, make, spec, tmp_path, monkeypatch):
     monkeypatch.setattr(shelf, "DEEPEST", 3)
+    monkeypatch.setattr(flats, "STEP", 2)
     trees = tmp_path / "state/layers/trees"
     async with make() as engine:
         async with engine.lease(spec) as box:
@@ -397,6 +398,59 @@ async def test_a_flattened_chain_goes_with_the_last_who_needs_it(fake, make, spe
     assert kept
     assert list(trees.iterdir()) == []
     assert not fake.frozen
+
+
+async def test_the_snapshots_of_one_box_share_what_is_flattened_below_them(fake, make, spec, tmp_path, monkeypatch):
+    """The part below is copied once, not for each; it goes with the last of them."""
+    monkeypatch.setattr(shelf, "DEEPEST", 6)
+    monkeypatch.setattr(flats, "STEP", 4)
+    trees = tmp_path / "state/layers/trees"
+    async with make() as engine:
+        async with engine.lease(spec) as box:
+            taken = []
+            for n in range(11):
+                await box.write(f"{n}", b"")
+                if n == 5:
+                    await box.remove("2")
+                taken.append(await box.snapshot())
+        for n, snapshot in enumerate(taken):
+            async with engine.restore(snapshot) as fork:
+                wanted = {str(i) for i in range(n + 1)} - ({"2"} if n >= 5 else set())
+                assert {entry.name for entry in await fork.list(".")} == wanted
+                assert len(fork._standing.own) <= 6
+        assert len(list(trees.iterdir())) == 2  # of the first four layers, and of the first eight
+        waiting = [asyncio.create_task(engine.fork(taken[-1], 3, wait_s=5).__aenter__()) for _ in range(4)]
+        for group in await asyncio.gather(*waiting):
+            for one in group:
+                await one.release()
+        for snapshot in taken[:-1]:
+            await snapshot.drop()
+        async with engine.restore(taken[-1]) as fork:
+            assert len(await fork.list(".")) == 10
+    assert list(trees.iterdir()) == []
+    assert not fake.frozen
+
+
+async def test_a_flattening_that_nobody_waits_for_any_more_leaves_nothing(fake, make, spec, tmp_path, monkeypatch):
+    monkeypatch.setattr(shelf, "DEEPEST", 2)
+    monkeypatch.setattr(flats, "STEP", 2)
+    async with make() as engine, engine.lease(spec) as box:
+        for n in range(4):
+            await box.write(f"{n}", b"")
+            snapshot = await box.snapshot()
+        for patience in (0, 1, 2, 5, 20):
+            waiting = asyncio.create_task(engine.fork(snapshot, 3).__aenter__())
+            for _ in range(patience):
+                await asyncio.sleep(0.001)
+            waiting.cancel()
+            try:
+                for one in await waiting:  # it was quicker
+                    await one.release()
+            except asyncio.CancelledError:
+                pass
+        await snapshot.drop()
+        await asyncio.sleep(0.2)
+        assert list((tmp_path / "state/layers/trees").iterdir()) == []
 
 
 async def test_a_saved_snapshot_is_not_laid_over_another_image(fake, make, spec, image):
