@@ -116,6 +116,10 @@ class Fleet:
     def nodes(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
+    def idle(self, node: str, key: str) -> Iterator[str]:
+        """Those that are idle there with this stage uppermost, the one parked first at the beginning."""
+        return iter(self._idle.get(key, {}).get(node, ()))
+
     def last_parked(self, node: str, key: str) -> str:
         """The one whose memory is most likely still in the caches."""
         return self._idle[key][node].last()
@@ -134,14 +138,14 @@ class OrderedSet(dict[str, None]):
         return next(reversed(self))
 
 
-def choose(wanted: Sequence[Stage], fleet: Fleet, costs: Costs) -> Choice | None:
-    """The quickest way to a sandbox with all the `wanted` rungs (lowest first) in place; None when no node is open.
+def choose(wanted: Sequence[Stage], fleet: Fleet, costs: Costs, *, can_take: bool = True, can_create: bool = True) -> Choice | None:
+    """The quickest way to a sandbox with all the `wanted` rungs (lowest first) in place; None when there is none.
 
-    Starting is slower on a node that already starts much: the expected time of whatever is left to do there grows with its load.
+    `can_take=False` leaves what is idle alone, `can_create=False` looks at nothing else. Starting is slower on a node that already starts much: the expected time of whatever is left to do there grows with its load.
     """
     best: Choice | None = None
     runner_up: Choice | None = None
-    for choice in _ways(wanted, fleet, costs):
+    for choice in _ways(wanted, fleet, costs, can_take, can_create):
         if best is None or choice.expected_s < best.expected_s:
             best, runner_up = choice, best
         elif runner_up is None or choice.expected_s < runner_up.expected_s:
@@ -149,17 +153,17 @@ def choose(wanted: Sequence[Stage], fleet: Fleet, costs: Costs) -> Choice | None
     return None if best is None else _explained(best, runner_up)
 
 
-def _ways(wanted: Sequence[Stage], fleet: Fleet, costs: Costs) -> Iterator[Choice]:
+def _ways(wanted: Sequence[Stage], fleet: Fleet, costs: Costs, can_take: bool, can_create: bool) -> Iterator[Choice]:
     missing: tuple[Stage, ...] = ()
     missing_s = 0.0
     for stage in reversed(wanted):  # from everything in place down to nothing
-        for node in _least_busy(fleet.nodes_with_idle(stage.key)):
+        for node in _least_busy(fleet.nodes_with_idle(stage.key)) if can_take else ():
             yield _idle_choice(wanted, stage, missing, missing_s, node, fleet, costs)
-        for node in _least_busy(fleet.nodes_with(stage.key)):
+        for node in _least_busy(fleet.nodes_with(stage.key)) if can_create else ():
             yield _cold_choice(stage, missing, missing_s, node, costs)
         missing = (stage, *missing)
         missing_s += costs.of_stage(stage)
-    for node in _least_busy(fleet.nodes()):
+    for node in _least_busy(fleet.nodes()) if can_create else ():
         yield _cold_choice(None, missing, missing_s, node, costs)
 
 

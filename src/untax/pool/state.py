@@ -1,0 +1,647 @@
+"""What a pool does next: events in, orders out, without I/O and without a clock of its own.
+
+`events` says what there is of both and which event answers which order. What holds after every event:
+
+- a sandbox is leased to one ticket at most, and one that is dirty, dead or being destroyed to none;
+- sandboxes that are idle, leased, being made and being destroyed together stay within the budget, and what is being started
+  (a sandbox that is made, stages that are added) within the cap that `admission` has found, upgrades and builds within half of it;
+- tickets with the same stages are handed out in the order in which they came. Between specs goes first who has waited longest
+  in proportion to what its spec has already: a flood of one spec delays another by its share, and never for good;
+- a ticket is handed out, refused or withdrawn by its deadline, as long as `Tick`s come when they are due.
+
+Who a sandbox is for is decided when it is there, not when it is ordered. Refills come after all tickets and leave a place free.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from untax.core.stage import Stage
+from untax.pool import events as ev
+from untax.pool.admission import Admission
+from untax.pool.costs import Costs
+from untax.pool.placement import Choice, Fleet, choose
+
+_HERE = ""  # the only node of a pool's fleet
+# A ticket takes room from what others wait for only after it has waited so many seconds, or as long as its own start takes.
+_MOST_PATIENCE_S = 1.0
+_FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 10.0  # after a start that failed: doubled each time, until one succeeds
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    entries: int = 256
+    """Sandboxes that there may be at once, whatever their state."""
+    memory_mib: float = math.inf
+    """What they may count together."""
+    reuse: Literal["reset", "single"] = "reset"
+    """Whether a sandbox whose reset was verified may serve again."""
+    shares_stages: bool = True
+    """Whether a stage that was put in place once is a layer that others begin with: it is then built for all that wait for it."""
+    first_starting: int = 4
+    fewest_starting: int = 2
+    most_starting: int = 64
+    """Bounds of what may be starting at once; at least two, so that a long build does not hold up everything else."""
+    linger_s: float = 60.0
+    """How long an idle sandbox above its target is kept."""
+    tries: int = 3
+    """How often a ticket's start may fail before the ticket is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one stage is doing, for people."""
+
+    stage: Stage
+    idle: int
+    leased: int
+    making: int
+    waiting: int
+    target: int
+
+
+@dataclass(slots=True)
+class _Ticket:
+    id: str
+    seq: int
+    asked_s: float
+    deadline_s: float
+    stages: tuple[Stage, ...]
+    memory_mib: float
+    tries: int = 0
+    state: Literal["waiting", "binding", "done"] = "waiting"
+    entry: str | None = None
+
+
+@dataclass(slots=True)
+class _Entry:
+    id: str
+    stage: Stage
+    memory_mib: float
+    state: Literal["idle", "leased", "leaving"]
+    since_s: float
+    order: int | None = None
+    """The order it came of, until it is handed out for the first time."""
+    ordered_s: float = 0.0
+    for_ticket: bool = False
+    spec: str | None = None
+    """The uppermost stage key of the ticket that has it."""
+    is_dead: bool = False
+    is_upgraded: bool = False
+
+
+@dataclass(slots=True)
+class _Start:
+    """Something that is being started: a sandbox, or stages added to one."""
+
+    since_s: float
+    missing: tuple[Stage, ...]
+    is_heavy: bool
+    at_once: int
+    create: ev.Create | None = None
+
+
+@dataclass(slots=True)
+class _Spec:
+    """All that is known of one uppermost stage."""
+
+    stage: Stage
+    queue: list[tuple[int, _Ticket]] = field(default_factory=list)
+    waiting: int = 0
+    making: int = 0
+    leased: int = 0
+    target: ev.Target | None = None
+    failures: int = 0
+    not_before_s: float = -math.inf
+
+    def head(self) -> _Ticket | None:
+        while self.queue and self.queue[0][1].state != "waiting":
+            heapq.heappop(self.queue)
+        return self.queue[0][1] if self.queue else None
+
+
+class Pool:
+    """The whole state of one node's pool. `handle` is its only verb."""
+
+    def __init__(self, policy: Policy | None = None, costs: Costs | None = None) -> None:
+        self.policy = policy if policy is not None else Policy()
+        self.costs = costs if costs is not None else Costs()
+        if self.policy.entries < 1 or not self.policy.memory_mib > 0:
+            raise ValueError("a pool holds at least one sandbox")
+        if self.policy.fewest_starting < 2:
+            raise ValueError("fewest_starting is at least 2: one for what takes long, one for what does not")
+        self.admission = Admission(first=self.policy.first_starting, floor=self.policy.fewest_starting, ceiling=self.policy.most_starting)
+        self._fleet = Fleet()
+        self._fleet.add_node(_HERE)
+        self._specs: dict[str, _Spec] = {}
+        self._tickets: dict[str, _Ticket] = {}
+        self._entries: dict[str, _Entry] = {}
+        self._starts: dict[int | str, _Start] = {}  # by order number, or by ticket for an upgrade
+        self._deadlines: list[tuple[float, int, _Ticket]] = []
+        self._memory_mib = 0.0  # of all entries and of what is being made
+        self._leaving = 0
+        self._leaving_mib = 0.0
+        self._now_s = -math.inf
+        self._seq = 0
+        self._orders: list[ev.Order] = []
+        self._is_closed = False
+        # What the tickets before the one that is being looked at need and could not get yet: not to be taken by those after it.
+        self._claimed = 0
+        self._claimed_mib = 0.0
+        self._handlers: dict[type, Callable[..., None]] = {
+            ev.Asked: self._asked,
+            ev.Withdrawn: self._withdrawn,
+            ev.Made: self._made,
+            ev.Failed: self._failed,
+            ev.Bound: self._bound,
+            ev.Rejected: self._rejected,
+            ev.Returned: self._returned,
+            ev.Died: self._died,
+            ev.Gone: self._gone,
+            ev.Stored: lambda event: self._fleet.stored(_HERE, event.key),
+            ev.Evicted: lambda event: self._fleet.evicted(_HERE, event.key),
+            ev.Resized: self._resized,
+            ev.Tick: lambda _: None,
+            ev.Closed: self._closed,
+        }
+
+    # ---- the interface ----
+
+    def handle(self, event: ev.Event) -> list[ev.Order]:
+        """What is to be done now. `ValueError` for an event that answers no order and names nothing that is known."""
+        self._orders = []
+        self._now_s = max(self._now_s, event.now_s)
+        self._handlers[type(event)](event)
+        if not self._is_closed:
+            self._serve()
+        self._expire()
+        if not self._is_closed:
+            self._trim()
+            self._refill()
+        return self._orders
+
+    def next_due_s(self) -> float:
+        """When a `Tick` is due at the latest, if nothing happens before; `math.inf` for never."""
+        due = math.inf
+        while self._deadlines and self._deadlines[0][2].state == "done":
+            heapq.heappop(self._deadlines)
+        if self._deadlines:
+            due = self._deadlines[0][0]
+        for spec in self._specs.values():
+            if spec.not_before_s > self._now_s and (spec.waiting or spec.target is not None):
+                due = min(due, spec.not_before_s)
+            if (surplus := self._surplus(spec)) > 0:
+                oldest = next(self._fleet.idle(_HERE, spec.stage.key))
+                due = min(due, self._entries[oldest].since_s + self.policy.linger_s)
+            if spec.waiting and (head := spec.head()) is not None and surplus >= 0:
+                patient_until = head.asked_s + _MOST_PATIENCE_S
+                if patient_until > self._now_s:
+                    due = min(due, patient_until)
+        return due
+
+    @property
+    def starting(self) -> int:
+        return len(self._starts)
+
+    @property
+    def size(self) -> int:
+        """Sandboxes that there are, in whatever state, with those that are being made."""
+        return len(self._entries) + self._making
+
+    @property
+    def memory_mib(self) -> float:
+        return self._memory_mib
+
+    @property
+    def waiting(self) -> int:
+        return sum(spec.waiting for spec in self._specs.values())
+
+    def standings(self) -> list[Standing]:
+        return [
+            Standing(spec.stage, self._fleet.idle_at(key), spec.leased, spec.making, spec.waiting, spec.target.count if spec.target else 0)
+            for key, spec in self._specs.items()
+        ]
+
+    # ---- what happened ----
+
+    def _asked(self, event: ev.Asked) -> None:
+        if event.ticket in self._tickets:
+            raise ValueError(f"ticket {event.ticket!r} has been given already")
+        if not event.stages:
+            raise ValueError("a ticket names at least one stage")
+        self._seq += 1
+        ticket = _Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, event.stages, event.memory_mib)
+        self._tickets[ticket.id] = ticket
+        if self._is_closed:
+            self._refuse(ticket, "the pool is closed", "closed")
+        elif event.memory_mib > self.policy.memory_mib:
+            self._refuse(ticket, f"needs {event.memory_mib:g} MiB, and the pool holds {self.policy.memory_mib:g} in all", "too_large")
+        else:
+            self._wait(ticket)
+            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))
+
+    def _withdrawn(self, event: ev.Withdrawn) -> None:
+        ticket = self._tickets.get(event.ticket)
+        if ticket is not None and ticket.state == "waiting":
+            self._leave_queue(ticket)
+            self._finish(ticket)
+
+    def _made(self, event: ev.Made) -> None:
+        start, create = self._end_create(event.order)
+        if event.entry in self._entries:
+            raise ValueError(f"{event.entry!r} is there already")
+        spec = self._spec(create.stages[-1])
+        spec.failures, spec.not_before_s = 0, -math.inf
+        kind = "create" if not start.missing else start.missing[-1].key
+        self.admission.observe(kind, self._now_s - start.since_s, start.at_once)
+        if self.policy.shares_stages:
+            for stage in create.stages:
+                self._fleet.stored(_HERE, stage.key)
+        self._memory_mib += create.memory_mib
+        entry = _Entry(event.entry, create.stages[-1], create.memory_mib, "leased", self._now_s)
+        entry.order, entry.ordered_s, entry.for_ticket = create.order, start.since_s, create.ticket is not None
+        self._entries[entry.id] = entry
+        if self._is_closed:
+            self._destroy(entry, "the pool is closed")
+        else:
+            self._park(entry)
+
+    def _failed(self, event: ev.Failed) -> None:
+        _, create = self._end_create(event.order)
+        self._back_off(self._spec(create.stages[-1]))
+        if not event.is_retryable:
+            self._refuse_all_that_need(event.stage or create.stages[-1].key, event.why)
+        elif create.ticket is not None and (ticket := self._tickets.get(create.ticket)) is not None and ticket.state == "waiting":
+            self._charge(ticket, event.why)
+
+    def _bound(self, event: ev.Bound) -> None:
+        ticket = self._tickets.get(event.ticket)
+        if ticket is None:
+            return  # refused at its deadline just before: what it holds comes back with `Returned`
+        if ticket.state != "binding":
+            raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
+        assert ticket.entry is not None
+        self._end_upgrade(ticket, is_done=True)
+        self._finish(ticket)
+
+    def _rejected(self, event: ev.Rejected) -> None:
+        ticket = self._tickets.get(event.ticket)
+        if ticket is None:
+            return
+        if ticket.state != "binding":
+            raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
+        assert ticket.entry is not None
+        entry = self._entries[ticket.entry]
+        was_parked = entry.order is None and ticket.id not in self._starts
+        self._end_upgrade(ticket, is_done=False)
+        self._unlease(entry)
+        self._destroy(entry, event.why)
+        ticket.entry = None
+        if self._is_closed:
+            self._refuse(ticket, "the pool is closed", "closed")
+            return
+        self._wait(ticket)
+        if not event.is_retryable:
+            self._refuse_all_that_need(event.stage or ticket.stages[-1].key, event.why)
+        elif not was_parked:  # one that died while it was parked is no attempt: there may be many of them, and each is gone now
+            self._charge(ticket, event.why)
+
+    def _returned(self, event: ev.Returned) -> None:
+        entry = self._entries.get(event.entry)
+        if entry is None or entry.state != "leased":
+            raise ValueError(f"{event.entry!r} is not leased")
+        for ticket in [t for t in self._tickets.values() if t.state == "binding" and t.entry == entry.id]:
+            self._end_upgrade(ticket, is_done=False)
+            self._finish(ticket)
+        self._unlease(entry)
+        stage = self._known(event.at) if event.at is not None else None if entry.is_upgraded else entry.stage
+        if entry.is_dead:
+            self._destroy(entry, "it died while it was leased")
+        elif not event.clean:
+            self._destroy(entry, "it was not proven clean")
+        elif self.policy.reuse == "single":
+            self._destroy(entry, "each sandbox is used once")
+        elif stage is None:
+            self._destroy(entry, "it was changed, and which stage it stands on now is not known")
+        elif self._is_closed:
+            self._destroy(entry, "the pool is closed")
+        else:
+            entry.stage, entry.order, entry.is_upgraded = stage, None, False
+            self._park(entry)
+
+    def _died(self, event: ev.Died) -> None:
+        entry = self._entries.get(event.entry)
+        if entry is None or entry.state == "leaving":
+            return
+        if entry.state == "leased":
+            entry.is_dead = True
+            return
+        self._fleet.take(entry.id)
+        self._destroy(entry, "it died while it was idle")
+
+    def _gone(self, event: ev.Gone) -> None:
+        entry = self._entries.get(event.entry)
+        if entry is None or entry.state != "leaving":
+            raise ValueError(f"{event.entry!r} is not being destroyed")
+        del self._entries[entry.id]
+        self._memory_mib -= entry.memory_mib
+        self._leaving -= 1
+        self._leaving_mib -= entry.memory_mib
+        if not self._entries and not self._making:
+            self._memory_mib = self._leaving_mib = 0.0  # what rounding left over
+
+    def _resized(self, event: ev.Resized) -> None:
+        for spec in self._specs.values():
+            spec.target = None
+        for target in event.targets:
+            if target.count > 0:
+                self._spec(target.stages[-1]).target = target
+
+    def _closed(self, _: ev.Closed) -> None:
+        self._is_closed = True
+        for ticket in [ticket for ticket in self._tickets.values() if ticket.state == "waiting"]:
+            self._leave_queue(ticket)
+            self._refuse(ticket, "the pool is closed", "closed")
+        for entry in [entry for entry in self._entries.values() if entry.state == "idle"]:
+            self._fleet.take(entry.id)
+            self._destroy(entry, "the pool is closed")
+
+    # ---- tickets ----
+
+    def _serve(self) -> None:
+        """Serve the tickets, those first that have waited longest for their spec's share; the rest keeps waiting."""
+        self._claimed, self._claimed_mib = 0, 0.0
+        turns = [self._turn(spec, head) for spec in self._specs.values() if spec.waiting and (head := spec.head()) is not None]
+        heapq.heapify(turns)
+        while turns:
+            _, _, key = heapq.heappop(turns)
+            spec = self._specs[key]
+            head = spec.head()
+            if head is not None and self._serve_one(spec, head) and (head := spec.head()) is not None:
+                heapq.heappush(turns, self._turn(spec, head))
+
+    def _turn(self, spec: _Spec, head: _Ticket) -> tuple[float, int, str]:
+        waited_s = self._now_s - head.asked_s
+        return (-waited_s / (1 + spec.leased + spec.making), head.seq, spec.stage.key)
+
+    def _serve_one(self, spec: _Spec, ticket: _Ticket) -> bool:
+        """Whether something was done, so that the spec may have another turn."""
+        key = spec.stage.key
+        if self._fleet.idle_at(key):
+            return self._hand_out(ticket, choose(ticket.stages[-1:], self._fleet, self.costs, can_create=False))
+        if spec.making >= spec.waiting or ticket.deadline_s <= self._now_s or spec.not_before_s > self._now_s:
+            return False  # there is one under way for everybody; or no time, or it has just failed
+        self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
+        choice = choose(ticket.stages, self._fleet, self.costs)
+        assert choice is not None  # the only node is open
+        if choice.entry is None and not self._has_room(1, ticket.memory_mib):
+            idle = choose(ticket.stages, self._fleet, self.costs, can_create=False)
+            if idle is None or idle.expected_s > choice.expected_s + self.costs.of("reset"):
+                self._make_room(ticket, choice)
+                return False
+            choice = idle
+        if not self._may_start(choice.missing):
+            return False
+        if choice.entry is not None:
+            return self._hand_out(ticket, choice)
+        self._create(ticket.stages, ticket, choice, ticket.memory_mib)
+        return spec.making < spec.waiting  # the others of the spec, as far as there is room
+
+    def _hand_out(self, ticket: _Ticket, choice: Choice | None) -> bool:
+        assert choice is not None and choice.entry is not None and choice.start is not None
+        entry = self._entries[choice.entry]
+        more_mib = max(0.0, ticket.memory_mib - entry.memory_mib)
+        if more_mib and not self._has_room(0, more_mib):
+            self._make_room(ticket, choice, entries=0, memory_mib=more_mib, but=entry.id)
+            return False
+        self._fleet.take(entry.id)
+        self._memory_mib += more_mib
+        entry.memory_mib += more_mib
+        self._leave_queue(ticket)
+        spec = self._spec(ticket.stages[-1])
+        spec.leased += 1
+        is_cold = not choice.missing and entry.for_ticket and entry.order is not None and entry.ordered_s >= ticket.asked_s
+        kind: ev.Kind = "cold" if is_cold else choice.kind if choice.missing else "exact"
+        waited_s = self._now_s - ticket.asked_s
+        why = "created while it waited" if is_cold else choice.why
+        self._orders.append(
+            ev.HandOut(ticket.id, entry.id, choice.missing, kind, waited_s, why, entry.stage, entry.order if is_cold else None)
+        )
+        entry.state, entry.spec, entry.since_s = "leased", spec.stage.key, self._now_s
+        ticket.state, ticket.entry = "binding", entry.id
+        if choice.missing:
+            entry.is_upgraded = True
+            self._begin(ticket.id, choice.missing, None)
+        return True
+
+    def _create(self, stages: tuple[Stage, ...], ticket: _Ticket | None, choice: Choice, memory_mib: float) -> None:
+        self._seq += 1
+        create = ev.Create(self._seq, stages, ticket.id if ticket else None, choice.start, choice.missing, choice.why, memory_mib)
+        self._spec(stages[-1]).making += 1
+        self._memory_mib += memory_mib
+        self._begin(create.order, choice.missing, create)
+        self._orders.append(create)
+
+    def _expire(self) -> None:
+        while self._deadlines and self._deadlines[0][0] <= self._now_s:
+            _, _, ticket = heapq.heappop(self._deadlines)
+            waited_s = self._now_s - ticket.asked_s
+            if ticket.state == "waiting":
+                self._leave_queue(ticket)
+                self._refuse(ticket, f"nothing became free in {waited_s:.3g} s; {self._doing(ticket)}", "deadline")
+            elif ticket.state == "binding" and ticket.id in self._starts:
+                missing = ", ".join(stage.name for stage in self._starts[ticket.id].missing)
+                self._end_upgrade(ticket, is_done=False)
+                self._refuse(ticket, f"adding the missing stages ({missing}) was not done within {waited_s:.3g} s", "deadline")
+
+    def _doing(self, ticket: _Ticket) -> str:
+        spec = self._spec(ticket.stages[-1])
+        return (
+            f"{len(self._entries)} sandboxes of at most {self.policy.entries}, {len(self._starts)} starting of at most "
+            f"{self.admission.cap}, {spec.making} of them for this spec, {spec.waiting} still waiting for it"
+        )
+
+    def _charge(self, ticket: _Ticket, why: str) -> None:
+        ticket.tries += 1
+        if ticket.tries >= self.policy.tries:
+            self._leave_queue(ticket)
+            self._refuse(ticket, f"{why} (tried {ticket.tries} times)", "failed")
+
+    def _refuse_all_that_need(self, key: str, why: str) -> None:
+        for ticket in [t for t in self._tickets.values() if t.state == "waiting" and any(stage.key == key for stage in t.stages)]:
+            self._leave_queue(ticket)
+            self._refuse(ticket, why, "failed")
+
+    def _refuse(self, ticket: _Ticket, why: str, reason: Literal["deadline", "failed", "too_large", "closed"]) -> None:
+        self._orders.append(ev.Refuse(ticket.id, why, reason))
+        self._finish(ticket)
+
+    def _wait(self, ticket: _Ticket) -> None:
+        ticket.state = "waiting"
+        spec = self._spec(ticket.stages[-1])
+        heapq.heappush(spec.queue, (ticket.seq, ticket))
+        spec.waiting += 1
+
+    def _leave_queue(self, ticket: _Ticket) -> None:
+        ticket.state = "done"
+        self._spec(ticket.stages[-1]).waiting -= 1
+
+    def _finish(self, ticket: _Ticket) -> None:
+        ticket.state = "done"
+        del self._tickets[ticket.id]
+
+    # ---- room ----
+
+    def _has_room(self, entries: int, memory_mib: float) -> bool:
+        return (
+            self.size + self._claimed + entries <= self.policy.entries
+            and self._memory_mib + self._claimed_mib + memory_mib <= self.policy.memory_mib
+        )
+
+    def _make_room(
+        self, ticket: _Ticket, choice: Choice, *, entries: int = 1, memory_mib: float | None = None, but: str | None = None
+    ) -> None:
+        """Destroy what is idle and least missed, as far as what is being destroyed already is not enough, and keep the room."""
+        self._claimed += entries
+        self._claimed_mib += ticket.memory_mib if memory_mib is None else memory_mib
+        patience_s = min(choice.expected_s, _MOST_PATIENCE_S)
+        is_patient = self._now_s - ticket.asked_s < patience_s
+        victims = self._victims(is_patient, but)
+        while (
+            self.size - self._leaving + self._claimed > self.policy.entries
+            or self._memory_mib - self._leaving_mib + self._claimed_mib > self.policy.memory_mib
+        ):
+            victim = next(victims, None)
+            if victim is None:
+                return
+            self._fleet.take(victim.id)
+            self._destroy(victim, f"its room is needed for a sandbox with the {ticket.stages[-1].name} stage of another spec")
+
+    def _victims(self, is_patient: bool, but: str | None) -> Iterator[_Entry]:
+        """Idle sandboxes: those above their target first, then by how long they have been idle."""
+
+        def rank(entry: _Entry) -> tuple[bool, float]:
+            return (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s)
+
+        idle = [entry for entry in self._entries.values() if entry.state == "idle" and entry.id != but]
+        for entry in sorted(idle, key=rank):
+            if not (is_patient and self._spec(entry.stage).waiting):
+                yield entry
+
+    def _trim(self) -> None:
+        for spec in self._specs.values():
+            while self._surplus(spec) > 0:
+                oldest = self._entries[next(self._fleet.idle(_HERE, spec.stage.key))]
+                if self._now_s - oldest.since_s < self.policy.linger_s:
+                    break
+                self._fleet.take(oldest.id)
+                self._destroy(oldest, f"idle for {self._now_s - oldest.since_s:.3g} s, above the target")
+
+    def _surplus(self, spec: _Spec) -> int:
+        return self._fleet.idle_at(spec.stage.key) - (spec.target.count if spec.target else 0)
+
+    def _refill(self) -> None:
+        """Bring what is idle up to the targets, the emptiest first, after all tickets."""
+        if self._claimed or self._claimed_mib:
+            return
+        while True:
+            short = [
+                (self._stock(spec) / spec.target.count, spec.stage.key)
+                for spec in self._specs.values()
+                if spec.target is not None and self._stock(spec) < spec.target.count and spec.not_before_s <= self._now_s
+            ]
+            if not any(self._refill_one(self._specs[key]) for _, key in sorted(short)):
+                return
+
+    def _stock(self, spec: _Spec) -> int:
+        """What is idle or will be, less what waits for it."""
+        return self._fleet.idle_at(spec.stage.key) + spec.making - spec.waiting
+
+    def _refill_one(self, spec: _Spec) -> bool:
+        target = spec.target
+        assert target is not None
+        if len(self._starts) + 1 >= self.admission.cap or not self._has_room(1, target.memory_mib):
+            return False
+        self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
+        choice = choose(target.stages, self._fleet, self.costs, can_take=False)
+        assert choice is not None
+        if not self._may_start(choice.missing):
+            return False
+        self._create(target.stages, None, choice, target.memory_mib)
+        return True
+
+    # ---- starting ----
+
+    def _may_start(self, missing: tuple[Stage, ...]) -> bool:
+        if len(self._starts) >= self.admission.cap:
+            return False
+        if not missing:
+            return True
+        if self.policy.shares_stages:
+            keys = {stage.key for stage in missing}
+            if any(stage.key in keys for start in self._starts.values() for stage in start.missing):
+                return False  # it is being built: who waits for it begins with its layer
+        heavy = sum(start.is_heavy for start in self._starts.values())
+        return not self._is_heavy(missing) or heavy < max(1, self.admission.cap // 2)
+
+    def _is_heavy(self, missing: tuple[Stage, ...]) -> bool:
+        return sum(self.costs.of_stage(stage) for stage in missing) > self.costs.of("create")
+
+    def _begin(self, id: int | str, missing: tuple[Stage, ...], create: ev.Create | None) -> None:  # noqa: A002
+        self._starts[id] = _Start(self._now_s, missing, self._is_heavy(missing), 0, create)
+        for start in self._starts.values():
+            start.at_once = max(start.at_once, len(self._starts))
+
+    def _end_create(self, order: int) -> tuple[_Start, ev.Create]:
+        start = self._starts.pop(order, None)
+        if start is None or start.create is None:
+            raise ValueError(f"order {order} is not being carried out")
+        self._spec(start.create.stages[-1]).making -= 1
+        self._memory_mib -= start.create.memory_mib
+        return start, start.create
+
+    def _end_upgrade(self, ticket: _Ticket, *, is_done: bool) -> None:
+        start = self._starts.pop(ticket.id, None)
+        if start is not None and is_done and self.policy.shares_stages:
+            for stage in start.missing:
+                self._fleet.stored(_HERE, stage.key)
+
+    def _back_off(self, spec: _Spec) -> None:
+        spec.not_before_s = self._now_s + min(_MOST_BACKOFF_S, _FIRST_BACKOFF_S * 2**spec.failures)
+        spec.failures = min(spec.failures + 1, 30)
+
+    # ---- entries ----
+
+    def _park(self, entry: _Entry) -> None:
+        entry.state, entry.since_s, entry.spec = "idle", self._now_s, None
+        self._spec(entry.stage)
+        self._fleet.park(entry.id, _HERE, entry.stage.key)
+
+    def _unlease(self, entry: _Entry) -> None:
+        assert entry.spec is not None
+        self._specs[entry.spec].leased -= 1
+        entry.spec = None
+
+    def _destroy(self, entry: _Entry, why: str) -> None:
+        entry.state = "leaving"
+        self._leaving += 1
+        self._leaving_mib += entry.memory_mib
+        self._orders.append(ev.Destroy(entry.id, why))
+
+    @property
+    def _making(self) -> int:
+        return sum(start.create is not None for start in self._starts.values())
+
+    def _spec(self, stage: Stage) -> _Spec:
+        spec = self._specs.get(stage.key)
+        if spec is None:
+            spec = self._specs[stage.key] = _Spec(stage)
+        return spec
+
+    def _known(self, key: str) -> Stage | None:
+        spec = self._specs.get(key)
+        return spec.stage if spec is not None else None
