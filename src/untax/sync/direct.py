@@ -1,0 +1,87 @@
+"""How the socket gets into the callers' threads."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from builtins import list as list_
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+from untax.box import TIMEOUT_S
+from untax.box import Box as AsyncBox
+from untax.channel.arguments import Name
+from untax.channel.blocking import BlockingChannel
+from untax.channel.call import Call
+from untax.channel.client import Channel
+from untax.channel.replies import TreeSize
+from untax.channel.stream import SocketStream
+from untax.core.errors import SandboxLost
+from untax.core.stream import ByteStream
+from untax.core.substrate import Substrate
+from untax.engine import Engine as AsyncEngine
+from untax.sync.loop import Loop
+
+T = TypeVar("T")
+
+# Threads that wait for set-up steps of direct boxes; each waits on its own socket and costs nothing meanwhile.
+_SET_UP_THREADS = 256
+
+
+class Direct:
+    """A `BlockingChannel` where a box of the loop expects a `Channel`: for configuring, set-up steps and the end."""
+
+    def __init__(self, blocking: BlockingChannel, threads: concurrent.futures.Executor) -> None:
+        self.blocking = blocking
+        self._threads = threads
+
+    @property
+    def is_lost(self) -> bool:
+        return self.blocking.is_lost
+
+    @property
+    def cell_version(self) -> str:
+        return self.blocking.cell_version
+
+    @property
+    def is_idle(self) -> bool:
+        return self.blocking.is_idle
+
+    async def call(self, call: Call[T]) -> T:
+        return await self._in_thread(lambda: self.blocking.call(call))
+
+    async def batch(self, calls: Sequence[Call[Any]], *, stop: bool = False) -> list_[object]:
+        return await self._in_thread(lambda: self.blocking.batch(calls, stop=stop))
+
+    async def upload(self, local: Name, remote: Name, *, timeout_s: float | None = TIMEOUT_S) -> TreeSize:
+        return await self._in_thread(lambda: self.blocking.upload(local, remote, timeout_s=timeout_s))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self.blocking.close()
+
+
+class DirectBox(AsyncBox):
+    def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
+        engine = cast("DirectEngine", self._engine)
+        if self.spec.network != "none" or not isinstance(stream, SocketStream):
+            return super()._channel_over(stream, sandbox_id)
+        direct: Direct
+
+        def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
+            assert engine.thread is not None
+            engine.thread.call_soon(self._lost, direct, exc)
+
+        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost), engine.threads)
+        return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
+
+
+class DirectEngine(AsyncEngine):
+    box_class = DirectBox
+
+    def __init__(self, substrate: str | Substrate, **options: Any) -> None:
+        super().__init__(substrate, **options)
+        self.thread: Loop | None = None
+        self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")

@@ -1,0 +1,207 @@
+"""The engine, blocking, with its leases and snapshots."""
+
+from __future__ import annotations
+
+import asyncio
+from builtins import list as list_
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from untax.box import Box as AsyncBox
+from untax.core.errors import UsageError
+from untax.core.spec import EnvSpec, Limits, Network
+from untax.core.substrate import Substrate
+from untax.leases import DEFAULT_TTL_S
+from untax.leases import Lease as AsyncLease
+from untax.snapshot import Snapshot as AsyncSnapshot
+from untax.sync.box import Box
+from untax.sync.direct import DirectEngine
+from untax.sync.loop import Loop
+from untax.sync.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from untax.layers.build import Prepared
+    from untax.layers.sources import Progress
+
+T = TypeVar("T")
+
+
+class Engine:
+    """As `untax.Engine`: `with`, or `start()` and `aclose()`."""
+
+    def __init__(self, substrate: str | Substrate = "namespace", **options: Any) -> None:
+        self._inner = DirectEngine(substrate, **options)
+        self._loop: Loop | None = None
+
+    @property
+    def substrate(self) -> Substrate:
+        return self._inner.substrate
+
+    def start(self) -> None:
+        if self._loop is not None:
+            raise UsageError("this engine is running; make a new one")
+        loop = self._inner.thread = Loop()
+        try:
+            loop.run(self._inner.start())
+        except BaseException:
+            loop.close()
+            raise
+        self._loop = loop
+
+    def aclose(self) -> None:
+        """Release every box and end. Safe to call twice."""
+        if self._loop is not None:
+            self._loop.check_process()  # the loop of a fork is its parent's, and not to be touched
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            try:
+                loop.run(self._inner.aclose())
+            finally:
+                loop.close()
+                self._inner.threads.shutdown(wait=False)
+
+    close = aclose
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.aclose()
+
+    def lease(
+        self,
+        spec: EnvSpec | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[Box]:
+        """`with engine.lease(spec) as box`."""
+        inner = self._inner.lease(
+            spec, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        )  # fmt: skip
+        return Lease(lambda: self._boxed(inner), Box.release)
+
+    def acquire(
+        self,
+        spec: EnvSpec | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Box:
+        return self.lease(
+            spec, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        ).get()  # fmt: skip
+
+    def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
+        """As `untax.Engine.prepare`; `progress` is called in the engine's own thread."""
+        return self._running().run(self._inner.prepare(spec, progress=progress))
+
+    def fork(
+        self,
+        snapshot: Snapshot | str,
+        n: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[list_[Box]]:
+        """`with engine.fork(snapshot, 8) as group`."""
+        inner = self._inner.fork(
+            _unwrapped(snapshot), n, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        )  # fmt: skip
+
+        def take() -> list_[Box]:
+            loop = self._running()
+            return [Box(loop, box) for box in loop.run(_awaited(inner))]
+
+        return Lease(take, self._release_all)
+
+    def restore(
+        self,
+        snapshot: Snapshot | str,
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+        network: Network | None = None,
+        wait_s: float | None = None,
+        ttl_s: float = DEFAULT_TTL_S,
+    ) -> Lease[Box]:
+        """`with engine.restore(snapshot) as box`."""
+        inner = self._inner.restore(
+            _unwrapped(snapshot), env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
+        )  # fmt: skip
+        return Lease(lambda: self._boxed(inner), Box.release)
+
+    def grader(
+        self, box: Box, take: Sequence[str] = ("src/**",), *, wait_s: float | None = None, ttl_s: float = DEFAULT_TTL_S
+    ) -> Lease[Box]:
+        """`with engine.grader(box, take=("src/**",)) as clean`."""
+        inner = self._inner.grader(box._inner, take, wait_s=wait_s, ttl_s=ttl_s)
+        return Lease(lambda: self._boxed(inner), Box.release)
+
+    def find_snapshot(self, snapshot_id: str) -> Snapshot:
+        loop = self._running()
+        return Snapshot(loop, loop.run(self._inner.find_snapshot(snapshot_id)))
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        return self._inner.quarantined
+
+    def _boxed(self, inner: AsyncLease[AsyncBox]) -> Box:
+        loop = self._running()
+        return Box(loop, loop.run(_awaited(inner)))
+
+    def _release_all(self, boxes: list_[Box]) -> None:
+        async def released() -> None:
+            await asyncio.gather(*(box._inner.release() for box in boxes))
+
+        self._running().run(released())
+
+    def _running(self) -> Loop:
+        if self._loop is None:
+            raise UsageError("the engine is not started, or closed: use `with Engine()`")
+        return self._loop
+
+
+async def _awaited(inner: AsyncLease[T]) -> T:
+    return await inner
+
+
+class Lease(Generic[T]):
+    """What `lease`, `fork`, `restore` and `grader` return: `with` gives it back at the end of the block, `get()` leaves that to you."""
+
+    def __init__(self, take: Callable[[], T], give_back: Callable[[T], object]) -> None:
+        self._take = take
+        self._give_back = give_back
+        self._taken: list_[T] = []
+
+    def get(self) -> T:
+        return self._take()
+
+    def __enter__(self) -> T:
+        self._taken.append(self._take())
+        return self._taken[-1]
+
+    def __exit__(self, *exc: object) -> None:
+        self._give_back(self._taken.pop())
+
+
+def _unwrapped(snapshot: Snapshot | str) -> AsyncSnapshot | str:
+    return snapshot._inner if isinstance(snapshot, Snapshot) else snapshot
