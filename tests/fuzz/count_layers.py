@@ -12,10 +12,10 @@ import tempfile
 from tests.fuzz import count_tar, counting
 from tests.hostile_archives import BLOCK, CHARACTER, Tar
 
+from untax._remove import remove_tree
 from untax.channel import tree
 from untax.core.errors import StageFailed
 from untax.layers import tarball
-from untax.layers._remove import remove_tree
 from untax.layers.blob import Caps
 from untax.layers.unpack import unpack
 

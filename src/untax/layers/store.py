@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from untax._remove import remove_tree
 from untax.core.errors import StageUnavailable, UsageError
 from untax.layers import eviction
 from untax.layers._about import Rows, difference, facts_in, seal_in, seal_now, which, write_facts
 from untax.layers._durable import fsync_directory, read_json, replace_whole, syncfs, write_synced
 from untax.layers._flock import flocked, open_lock, opened, take_named, try_exclusive
 from untax.layers._holds import Holds
-from untax.layers._remove import remove_tree
 from untax.layers.digest import TreeDigest, digest_tree
 from untax.layers.marks import KINDS, Marks
 from untax.layers.record import SNAPSHOT, FromLaterRelease, StageRecord, Unreadable, is_key, is_layer_id, require_key, require_layer_id

@@ -11,12 +11,12 @@ import contextlib
 import fcntl
 import os
 import secrets
-import shutil
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from untax._remove import remove_tree
 from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
 from untax.core.spec import require_text
 
@@ -122,19 +122,6 @@ class Holding:
             remove_tree(self.path)
             os.close(self._lock_fd)
             self._lock_fd = -1
-
-
-def remove_tree(path: Path) -> bool:
-    """Remove it with whatever a workload put there; false when something is left.
-
-    The cell does what `rmtree` cannot: directories that nobody may enter, and more of them inside each other than Python
-    can recurse or has descriptors for. Neither ever follows a link.
-    """
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(path, ignore_errors=True)
-    if os.path.lexists(path):
-        subprocess.run([cell_path(), "remove", str(path)], stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
-    return not os.path.lexists(path)
 
 
 async def wait_exit(child: subprocess.Popen[bytes], patience_s: float, kill: Callable[[], object]) -> None:

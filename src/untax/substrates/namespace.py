@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from untax._remove import remove_tree
 from untax.core.errors import BackendError, CreateError, SubstrateUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec
@@ -32,7 +33,6 @@ from untax.substrates._host import (
     chosen_state_dir,
     ensure_private_dir,
     is_host_root,
-    remove_tree,
     sweep,
 )
 from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from untax._remove import remove_tree
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.spec import EnvSpec
@@ -27,7 +28,6 @@ from untax.substrates._host import (
     cell_path,
     chosen_state_dir,
     ensure_private_dir,
-    remove_tree,
     sweep,
     wait_exit,
 )

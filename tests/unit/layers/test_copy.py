@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from untax._remove import remove_tree
 from untax.layers import marks
-from untax.layers._remove import remove_tree
 from untax.layers.copy import copy_tree
 
 IS_ROOT = os.geteuid() == 0

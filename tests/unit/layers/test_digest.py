@@ -6,9 +6,9 @@ import stat
 import time
 
 import pytest
-from tests.unit.layers.odd import dig, furnish
+from tests.unit.layers.odd import furnish
 
-from untax.layers._remove import remove_tree
+from untax._remove import remove_tree
 from untax.layers.digest import digest_tree, first_difference, id_of_rows, seal_tree
 
 IS_ROOT = os.geteuid() == 0
@@ -233,26 +233,3 @@ def test_what_overlay_notes_about_a_copy_is_no_content(tmp_path):
     assert digest_tree(top).id == before
     os.setxattr(top / "dir", "trusted.overlay.redirect", b"elsewhere")
     assert digest_tree(top).id != before
-
-
-def test_a_tree_is_removed_whatever_is_in_it(tmp_path):
-    top = tmp_path / "top"
-    top.mkdir()
-    dig(top, 2500)
-    (top / "d" / "read only").mkdir()
-    (top / "d" / "read only" / "file").touch()
-    (top / "d" / "read only").chmod(0o555)
-
-    assert remove_tree(top)
-    assert not top.exists()
-    assert remove_tree(top)
-
-
-def test_removing_a_link_removes_the_link(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "file").touch()
-    (tmp_path / "link").symlink_to("real")
-
-    assert remove_tree(tmp_path / "link")
-    assert (tmp_path / "real" / "file").exists()
-    assert not (tmp_path / "link").is_symlink()

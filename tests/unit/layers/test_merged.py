@@ -11,9 +11,9 @@ import pytest
 from tests.unit.layers.odd import dig
 from tests.unit.layers.private import in_private_mounts, mount, require_root, require_user_namespaces, unmount
 
+from untax._remove import remove_tree
 from untax.core.root import Root, View
 from untax.layers import marks, merged
-from untax.layers._remove import remove_tree
 
 NAMES = [b"a", b"b", b"c", b"dir", b"with space", b"\xff\xfe", "ü".encode(), b",:\\=", b"n" * 255]
 SEEDS = range(int(os.environ.get("UNTAX_TEST_SEEDS", "12")))

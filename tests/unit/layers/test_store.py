@@ -16,11 +16,11 @@ import pytest
 from tests.unit.layers.odd import furnish
 from tests.unit.layers.private import in_child, mount, on_tmpfs
 
+from untax._remove import remove_tree
 from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import FrozenEnv
 from untax.layers import store as store_module
-from untax.layers._remove import remove_tree
 from untax.layers.store import LayerStore, StageRecord
 
 MARKS = "trusted" if os.geteuid() == 0 else "user"

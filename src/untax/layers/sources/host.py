@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from untax._remove import remove_tree
 from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import Root, View
 from untax.core.stage import Identity
-from untax.layers._remove import remove_tree
 from untax.layers.sources import in_thread
 
 _PROGRAMS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")

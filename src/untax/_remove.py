@@ -9,8 +9,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from untax.layers._descent import DIRECTORY
-
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Directories deeper than this are moved up to the top first: one descriptor is held for each level.
 _DEEPEST = 64
 
@@ -48,7 +47,10 @@ def _empty(top: int, here: int, depth: int) -> bool:
             continue
         if _rmdir(name, here):
             continue
-        inner = _open(name, here)  # which also makes one that can be moved: its `..` is written
+        try:
+            inner = _open(name, here)  # which also makes one that can be moved: its `..` is written
+        except OSError:
+            continue  # somebody else's, and what is beside it goes all the same
         try:
             if depth >= _DEEPEST:
                 os.rename(name, b".untax-" + secrets.token_hex(12).encode(), src_dir_fd=here, dst_dir_fd=top)
@@ -69,7 +71,7 @@ def _entries(fd: int) -> list[os.DirEntry[str]]:
 def _open(name: bytes, within: int | None) -> int:
     """Open a directory of ours, and make it one whose entries can be removed."""
     try:
-        fd = os.open(name, DIRECTORY, dir_fd=within)
+        fd = os.open(name, _DIRECTORY, dir_fd=within)
     except PermissionError:
         closed = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
         try:
