@@ -149,6 +149,7 @@ async def kill_launcher_at(where: str, state: Path, op: str) -> None:
         names = [f"b{n}" for n in range(3)]
         for name in ["first", *(names if op != "lease" else [])]:
             await host.lease(name)
+            await host.run(name, ["sh", "-c", "echo x >written; (sleep 1000 &)"])
         launcher = launcher_of(host.pid)
         pid = host.pid
         async with strace(launcher, f"inject={where}") as struck:
