@@ -142,6 +142,7 @@ void launcher_create(uint32_t seq, struct rd *r) {
         pid = -1;
     }
     if (pid < 0) {
+        layout_let_go();
         if (has_slot) {
             cg_box_remove(c.id);
             disk_drop(c.id);
@@ -167,4 +168,5 @@ void launcher_create(uint32_t seq, struct rd *r) {
     launcher_send(&w, &channel, 1);
     launcher_watch(b);
     io_close(&b->slot.netns);  // it lives in its processes now
+    layout_let_go();
 }

@@ -1,12 +1,14 @@
 #define _GNU_SOURCE
 #include "layout.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "copytree.h"
@@ -190,13 +192,12 @@ struct shifted {
 };
 
 static void shifted_close(struct shifted *s) {
-    int error = errno;
     for (int i = 0; i < GROUPS_MAX; i++) io_close(&s->group[i]);
-    if (s->userns >= 0) {
-        io_close(&s->dir);
-        mounts_let_go(&L.mounts);
-    }
-    errno = error;
+    if (s->userns >= 0) io_close(&s->dir);
+}
+
+void layout_let_go(void) {
+    if (L.mounts.is_held) mounts_let_go(&L.mounts);
 }
 
 static int shifted_open(struct shifted *s, const struct disk_box *disk, int userns) {
@@ -255,13 +256,29 @@ static int open_layers(const struct layout *l, struct shifted *s, struct stack *
     return 0;
 }
 
-// The same place in every layer that has a directory there, and the host's own below them.
-static int open_view(const struct stack *layers, const char *source, const char *place, struct shifted *s, struct stack *out) {
+static bool is_empty(int dir) {
+    _Alignas(struct dirent64) char entries[512];
+    for (long size; (size = syscall(SYS_getdents64, dir, entries, sizeof entries)) != 0;) {
+        if (size < 0) return false;
+        for (long at = 0; at < size;) {
+            const struct dirent64 *e = (const struct dirent64 *)(const void *)(entries + at);
+            if (strcmp(e->d_name, ".") && strcmp(e->d_name, "..")) return false;
+            at += e->d_reclen;
+        }
+    }
+    return true;
+}
+
+// The same place in every layer that has something there, and the host's own below them. *like is the uppermost directory at that place, empty or not.
+static int open_view(const struct stack *layers, const char *source, const char *place, struct shifted *s, struct stack *out, int *like) {
     place += strspn(place, "/");
     for (size_t i = 0; i < layers->count; i++) {
-        int fd = open_beneath(layers->fd[i], place, O_PATH);
-        if (fd >= 0) out->fd[out->count++] = fd;
-        else if (errno != ENOENT && errno != ENOTDIR && errno != ELOOP) return -1;
+        int fd = open_beneath(layers->fd[i], place, O_RDONLY);
+        if (fd < 0 && errno != ENOENT && errno != ENOTDIR && errno != ELOOP) return -1;
+        if (fd < 0) continue;
+        if (!is_empty(fd)) out->fd[out->count++] = fd;
+        else if (*like >= 0 || out->count) close(fd);
+        else *like = fd;
     }
     autoclose int host = open(source, O_PATH | O_DIRECTORY | O_CLOEXEC);
     int fd = host < 0 ? -1 : shift(s, host);
@@ -284,7 +301,9 @@ static int mount_view(const struct layout *l, uint32_t i, const struct slot *slo
     snprintf(work, sizeof work, "w%u", i);
     snprintf(path, sizeof path, "upper/%s", l->places[i] + strspn(l->places[i], "/"));
     int fd = -1;
-    if (!open_view(layers, l->sources[i], l->places[i], s, &below) && !dress(upper, l->places[i], below.fd[0], s->userns >= 0 ? slot->base : 0))
+    autoclose int empty = -1;
+    if (!open_view(layers, l->sources[i], l->places[i], s, &below, &empty) &&
+        !dress(upper, l->places[i], empty >= 0 ? empty : below.fd[0], s->userns >= 0 ? slot->base : 0))
         fd = mount_one(slot, &below, s, path, work);
     stack_close(&below);
     return fd;
@@ -328,10 +347,10 @@ static int try_mount(const struct layout *l, bool on_own, const struct slot *slo
     struct shifted s;
     *step = "upper directory";
     if (shifted_open(&s, disk, userns) < 0) return -1;
-    int failed = mount_all(l, on_own, slot, &s, root, views, count, step);
+    int failed = mount_all(l, on_own, slot, &s, root, views, count, step), error = errno;
     shifted_close(&s);
     if (!failed) return 0;
-    int error = errno;
+    layout_let_go();
     io_close(root);
     while (*count) io_close(&views[--*count].mount);
     errno = error;

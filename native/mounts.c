@@ -143,15 +143,16 @@ int mounts_shift_at(int dir, int userns, int at, const char *name) {
 
 int mounts_shift(struct mounts *m, int dir, int userns) {
     if (mkdirat(m->stage, SHIFTED, 0700) && errno != EEXIST) return -1;
-    if (m->is_stuck) mounts_let_go(m);  // nothing can be attached where a directory that is gone was seen
-    if (m->is_stuck) return -1;
+    if (m->is_held) mounts_let_go(m);  // nothing can be attached where a directory that is gone was seen
+    if (m->is_held) return -1;
+    m->is_held = true;
     return mounts_shift_at(dir, userns, m->stage, SHIFTED);
 }
 
 void mounts_let_go(struct mounts *m) {
     char path[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d/" SHIFTED, m->stage);
-    m->is_stuck = umount2(path, MNT_DETACH) && errno != EINVAL;  // overlay holds its own references
+    m->is_held = umount2(path, MNT_DETACH) && errno != EINVAL;  // overlay holds its own references
 }
 
 int mounts_writable(int dir) {

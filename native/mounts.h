@@ -16,7 +16,7 @@ struct mounts {
     int stage;        // directory of the tmpfs
     int empty_ns;     // mount namespace that holds nothing but an empty read-only tmpfs
     bool cannot_shift;  // kernel or file system: see layout.c
-    bool is_stuck;      // a shifted view could not be let go of
+    bool is_held;     // something is attached where shifted views are, or could not be let go of
 };
 
 // `dir` is an existing directory of the launcher's, used as mount point. 0, or -1 with errno and *step.

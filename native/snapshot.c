@@ -26,6 +26,7 @@ static struct pending {
     bool made;               // something may lie under it
     bool pushed;             // the old upper directory is a layer, provisionally
     bool answered;
+    bool is_over;            // but for the child's last steps
     uint64_t until_ns;       // 0: it copies
 } pending[SNAPSHOTS_MAX];
 static unsigned used;
@@ -41,7 +42,7 @@ static struct deferred {
 static struct pending *find(uint32_t handle) {
     for (size_t i = 0, seen = 0; seen < used && i < SNAPSHOTS_MAX; i++) {
         if (!pending[i].pid) continue;
-        if (pending[i].handle == handle) return &pending[i];
+        if (pending[i].handle == handle && !pending[i].is_over) return &pending[i];
         seen++;
     }
     return NULL;
@@ -89,6 +90,7 @@ static const char *make_mounts(struct pending *p, struct box *b) {
         failed = launcher_send_mounts(p->sock, root, views, count), error = errno;
         close(root);
         while (count) close(views[--count].mount);
+        layout_let_go();
     }
     errno = error;
     return failed ? step : NULL;
@@ -132,24 +134,30 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
     }
 }
 
+// Letting go of the old mounts takes the child most of a millisecond, which nobody has to wait for.
+static void reap(struct pending *p) {
+    if (!waitpid(p->pid, NULL, WNOHANG)) return;
+    *p = (struct pending){.sock = -1};
+    used--;
+}
+
 // Its child has ended: with a last word, or else nobody knows in what state it left the sandbox.
 static void finish(struct pending *p) {
     struct box *b = launcher_find(p->handle);
-    if (p->pid > 0) waitpid(p->pid, NULL, 0);
     if (!p->answered) {
         refuse(p, "snapshot", ESRCH);
         if (b) launcher_end(b);
     }
     undo(p, b);
     io_close(&p->sock);
-    *p = (struct pending){.sock = -1};
-    used--;
+    p->is_over = true;
+    reap(p);
 }
 
 void launcher_snapshot_said(uint32_t index) {
     struct pending *p = &pending[index];
     struct swap_note n;
-    if (index >= SNAPSHOTS_MAX || !p->pid) return;
+    if (index >= SNAPSHOTS_MAX || !p->pid || p->is_over) return;
     ssize_t got = recv(p->sock, &n, sizeof n, MSG_DONTWAIT);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     struct box *b = launcher_find(p->handle);
@@ -232,8 +240,11 @@ bool launcher_defer(uint32_t handle, const uint8_t *packet, size_t size) {
 }
 
 bool launcher_snapshotting(void) {
-    for (size_t i = 0; used && i < SNAPSHOTS_MAX; i++)
-        if (pending[i].pid && pending[i].until_ns && io_now_ns() > pending[i].until_ns) kill(pending[i].pid, SIGKILL);
+    for (size_t i = 0; used && i < SNAPSHOTS_MAX; i++) {
+        struct pending *p = &pending[i];
+        if (p->pid && p->is_over) reap(p);
+        else if (p->pid && p->until_ns && io_now_ns() > p->until_ns) kill(p->pid, SIGKILL);
+    }
     for (struct deferred **at = &deferred; *at;) {
         struct deferred *d = *at;
         if (must_wait(d->handle, d->packet[4])) {
