@@ -55,6 +55,53 @@ def copy_tree(
     return _Copy(skip, owner, check).run(source, target)
 
 
+class Contents:
+    """Copies what is in files. `check` is called now and then and may raise, to stop."""
+
+    def __init__(self, check: Callable[[], None] | None = None) -> None:
+        self._check = check
+        self._can_clone = True
+
+    def copy(self, reading: int, writing: int, size: int) -> None:
+        """Bring what can be read from one descriptor to another that has nothing yet: by reference where the file system can, with its holes elsewhere."""
+        if size == 0:
+            return
+        if self._can_clone:
+            try:
+                fcntl.ioctl(writing, FICLONE, reading)
+                return
+            except OSError as exc:
+                if exc.errno not in _CANNOT:
+                    raise
+                self._can_clone = False
+        at = 0
+        while at < size:
+            try:
+                at = os.lseek(reading, at, os.SEEK_DATA)
+            except OSError as exc:
+                if exc.errno == errno.ENXIO:  # a hole up to the end
+                    break
+                raise
+            end = min(os.lseek(reading, at, os.SEEK_HOLE), size)
+            at = self._extent(reading, writing, at, end)
+        os.ftruncate(writing, size)
+
+    def _extent(self, reading: int, writing: int, at: int, end: int) -> int:
+        while at < end:
+            if self._check is not None:
+                self._check()
+            try:
+                moved = os.copy_file_range(reading, writing, min(end - at, _MOST_AT_ONCE), at, at)
+            except OSError as exc:
+                if exc.errno not in _CANNOT:
+                    raise
+                moved = os.pwrite(writing, os.pread(reading, min(end - at, _CHUNK_BYTES), at), at)
+            if moved == 0:
+                raise OSError(errno.EBUSY, "a file became shorter while it was copied")
+            at += moved
+        return at
+
+
 @dataclass(slots=True)
 class _Level:
     """A directory that is being copied: what is left of it, and who it is, to know it again on the way back up."""
@@ -77,7 +124,10 @@ class _Copy:
     links: dict[tuple[int, int], int] = field(default_factory=dict)
     parked: int = -1
     """A directory in the target that has one more name of each file with several, until the end: a path may be too long to link by."""
-    can_clone: bool = True
+    contents: Contents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.contents = Contents(self.check)
 
     def run(self, source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Copied:
         with contextlib.ExitStack() as stack:
@@ -175,51 +225,13 @@ class _Copy:
                 raise OSError(errno.EBUSY, "replaced while it was copied", os.fsdecode(path))
             writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dst)
             try:
-                self._contents(reading, writing, was.st_size)
+                self.contents.copy(reading, writing, was.st_size)
+                self.done.bytes += was.st_size
                 self._attributes(reading, writing, path, was)
             finally:
                 os.close(writing)
         finally:
             os.close(reading)
-
-    def _contents(self, reading: int, writing: int, size: int) -> None:
-        self.done.bytes += size
-        if size == 0:
-            return
-        if self.can_clone:
-            try:
-                fcntl.ioctl(writing, FICLONE, reading)
-                return
-            except OSError as exc:
-                if exc.errno not in _CANNOT:
-                    raise
-                self.can_clone = False
-        at = 0
-        while at < size:
-            try:
-                at = os.lseek(reading, at, os.SEEK_DATA)
-            except OSError as exc:
-                if exc.errno == errno.ENXIO:  # a hole up to the end
-                    break
-                raise
-            end = min(os.lseek(reading, at, os.SEEK_HOLE), size)
-            at = self._extent(reading, writing, at, end)
-        os.ftruncate(writing, size)
-
-    def _extent(self, reading: int, writing: int, at: int, end: int) -> int:
-        while at < end:
-            if self.check is not None:
-                self.check()
-            try:
-                moved = os.copy_file_range(reading, writing, min(end - at, _MOST_AT_ONCE), at, at)
-            except OSError as exc:
-                if exc.errno not in _CANNOT:
-                    raise
-                moved = os.pwrite(writing, os.pread(reading, min(end - at, _CHUNK_BYTES), at), at)
-            if moved == 0:
-                raise OSError(errno.EBUSY, "a file became shorter while it was copied")
-            at += moved
-        return at
 
     # ---- attributes: owner, mode, xattrs, times, in the order in which one does not undo another ----
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from untax.core.root import Root
 from untax.layers import marks as mark
 from untax.layers._descent import DIRECTORY, Descent, walk
-from untax.layers.copy import _Copy
+from untax.layers._overlay import Parts
+from untax.layers.copy import Contents
 from untax.layers.marks import Marks
-from untax.layers.merged import MergedEntry, Parts, _Found, _Merged, _Name, _parts, changes
+from untax.layers.merged import MergedEntry, Reader, changes, parts_of
 from untax.layers.store import Layer, LayerStore, Pin, StageRecord
 
 FLAT = "flat"
@@ -58,13 +59,13 @@ def flatten(store: LayerStore, uppers: Sequence[Path], base: Root) -> Flat:
 def squash(uppers: Sequence[Path], base: Root, target: Path, *, marks: Marks) -> None:
     """Fill the empty directory `target` with one layer that over `base` shows what all of `uppers` show. They must not change meanwhile."""
     found = changes(uppers, base, marks=marks, apart_from=())
-    wanted = {_parts(change.path) for change in found}
+    wanted = {parts_of(change.path) for change in found}
     wanted |= {parts[:depth] for parts in wanted for depth in range(len(parts))}
     # A directory whose time alone is another is no change that anybody wants to read about, and still one to keep.
     wanted |= {parts for upper in uppers for parts in _directories(upper)}
     chain = base.with_layers(*map(str, uppers))
-    with _Merged(chain, marks) as merged, Descent(target) as out:
-        _Layer(_Reading(merged), out, mark.prefix(marks)).fill(sorted(wanted))
+    with Reader(chain, marks=marks) as now, Descent(target) as out:
+        _Layer(now, out, mark.prefix(marks)).fill(sorted(wanted))
 
 
 def _directories(upper: Path) -> Iterator[Parts]:
@@ -74,36 +75,14 @@ def _directories(upper: Path) -> Iterator[Parts]:
                 yield (*descent.names, visit[0])
 
 
-class _Reading:
-    """A chain as it is seen. Asked in the order of paths, it looks each directory up once."""
-
-    def __init__(self, merged: _Merged) -> None:
-        self._merged = merged
-        self._way: list[tuple[Parts, _Found]] = [((), merged.top())]
-
-    def lookup(self, parts: Parts) -> MergedEntry | None:
-        while self._way[-1][0] != parts[: len(self._way[-1][0])]:
-            self._way.pop()
-        at, found = self._way[-1]
-        while at != parts:
-            if not found.is_dir:
-                return None
-            below = self._merged.lookup(at, _Name(parts[len(at)], found))
-            if below is None:
-                return None
-            at, found = parts[: len(at) + 1], below
-            self._way.append((at, found))
-        return self._merged.entry(parts, found)
-
-
 class _Layer:
     """Being written: parents before what they hold, and their times last."""
 
-    def __init__(self, now: _Reading, out: Descent, prefix: str) -> None:
+    def __init__(self, now: Reader, out: Descent, prefix: str) -> None:
         self._now = now
         self._out = out
         self._prefix = prefix
-        self._copying = _Copy(None, None, None)
+        self._contents = Contents()
         self._links: dict[tuple[int, ...], int] = {}
         self._parked = -1
 
@@ -155,7 +134,7 @@ class _Layer:
                     raise OSError(errno.EBUSY, "replaced while it was copied", os.fsdecode(entry.path))
                 writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=within)
                 try:
-                    self._copying._contents(reading, writing, was.st_size)
+                    self._contents.copy(reading, writing, was.st_size)
                     self._dress(writing, entry)
                 finally:
                     os.close(writing)

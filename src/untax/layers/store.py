@@ -394,11 +394,6 @@ class LayerStore:
         """Let go of everything that is still held. Safe to call twice."""
         self._holds.close()
 
-    # Names that sources/_chain.py and garbage.py took before there were public ones; they go when those have changed over.
-    _same = reuse
-    _shortage = shortage_bytes
-    _is_in_use = is_in_use
-
     # ---- publishing ----
 
     def _publish(self, draft: Draft) -> Layer:

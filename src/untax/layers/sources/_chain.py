@@ -88,7 +88,7 @@ class Chain:
         try:
             noted = path.read_text(encoding="ascii")
             os.utime(path)
-            return noted if noted == _EMPTY else self._store._same(noted)
+            return noted if noted == _EMPTY else self._store.reuse(noted)
         except (OSError, ValueError, UsageError, StageUnavailable):
             return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 import stat
@@ -10,7 +11,6 @@ from untax.core.errors import UsageError
 from untax.core.root import Root
 from untax.core.spec import require_text
 from untax.core.stage import Identity
-from untax.layers.sources import in_thread
 from untax.layers.sources.host import machine_id
 
 # Not software but this machine: to show one of them is never what somebody meant by a root file system.
@@ -33,10 +33,12 @@ class DirectoryImage:
 
     async def identify(self) -> Identity:
         """Which directory it is, and how its two upper levels look. What changes further down changes nothing here."""
-        return await in_thread(lambda _: self._identify())
+        return await asyncio.to_thread(self._identify)
 
+    # Not `in_thread`, which waits for its work also when the caller has gone: this makes nothing, and a file system that does
+    # not answer would hold up the caller beyond its deadline.
     async def root(self) -> Root:
-        return await in_thread(lambda _: Root(layers=(self._require(),)))
+        return Root(layers=(await asyncio.to_thread(self._require),))
 
     def _identify(self) -> Identity:
         path = self._require()
