@@ -39,6 +39,20 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True)
+class Own:
+    """One layer above the stages."""
+
+    directory: str
+    """As the substrate names it."""
+    tree: Path
+    """Where this process can read it."""
+    support: Support | None
+    """What keeps it; None for one that the supports of the stages keep too."""
+    level: int = 0
+    """How often what is in it was flattened."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ground:
     """A root with all that keeps it in place. `hold` and `release` are called in pairs, once per user."""
 
@@ -48,24 +62,32 @@ class Ground:
     stage_layers: int
     """How many of the root's layers are theirs."""
     supports: tuple[Support, ...]
-    stage_supports: int = 1
-    """How many of the supports keep the stages' layers; the others keep those above."""
-    own: tuple[Path, ...] = ()
-    """The layers above the stages, bottom first, where this process can read them: the substrate may name them otherwise."""
+    """What keeps these."""
+    own: tuple[Own, ...] = ()
+    """The layers above, bottom first."""
 
     def hold(self) -> Ground:
-        for support in self.supports:
+        for support in self._all():
             support.hold()
         return self
 
     def release(self) -> None:
-        for support in self.supports:
+        for support in self._all():
             support.release()
 
     def raised(self, root: Root, tree: Path, support: Support) -> Ground:
         """The same with one more layer on top, as `root` has it."""
-        return replace(self, root=root, supports=(*self.supports, support), own=(*self.own, tree))
+        return replace(self, root=root, own=(*self.own, Own(root.layers[-1], tree, support)))
 
-    def readable(self) -> Root:
-        """The root by the names under which this process can read it."""
-        return replace(self.root, layers=(*self.root.layers[: self.stage_layers], *map(str, self.own)))
+    def with_own(self, own: tuple[Own, ...]) -> Ground:
+        """The same stages with other layers above them."""
+        below = replace(self.root, layers=self.root.layers[: self.stage_layers])
+        return replace(self, root=below.with_layers(*(one.directory for one in own)), own=own)
+
+    def readable(self, count: int | None = None) -> Root:
+        """The root by the names under which this process can read it, with the first `count` of the layers above the stages, or all."""
+        own = (str(one.tree) for one in self.own[:count])
+        return replace(self.root, layers=(*self.root.layers[: self.stage_layers], *own))
+
+    def _all(self) -> list[Support]:
+        return [*self.supports, *(one.support for one in self.own if one.support is not None)]

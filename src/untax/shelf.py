@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from untax.core.root import Root
 from untax.core.spec import EnvSpec, Limits, Repo
 from untax.core.substrate import Frozen
 from untax.flats import DEEPEST, Flats
-from untax.ground import Ground, Support
+from untax.ground import Ground, Own, Support
 from untax.layers.record import SNAPSHOT
 from untax.snapshot import Snapshot
 
@@ -121,7 +121,7 @@ class Shelf:
             if not isinstance(in_place, Mapping):
                 root = Root(layers, config=record.config, is_furnished=True)
                 stage_layers = int(record.recipe["stage_layers"])
-                return Ground(root, (), stage_layers, (Support(pin.close),), own=tuple(map(Path, layers[stage_layers:])))
+                return Ground(root, (), stage_layers, (Support(pin.close),), _stored(layers[stage_layers:]))
             below, _ = await self._grounds.find(EnvSpec(image=spec.image, isolation=spec.isolation))
         except BaseException:
             pin.close()
@@ -134,9 +134,12 @@ class Shelf:
             )
         root = below.root.with_layers(*layers)
         stage_layers = len(below.root.layers) + int(record.recipe["stage_layers"])
-        own = tuple(map(Path, root.layers[stage_layers:]))
         supports = (*below.supports, Support(pin.close))
-        return Ground(root, below.stages, stage_layers, supports, len(supports), own)
+        return Ground(root, below.stages, stage_layers, supports, _stored(root.layers[stage_layers:]))
+
+
+def _stored(directories: Sequence[str]) -> tuple[Own, ...]:
+    return tuple(Own(directory, Path(directory), None) for directory in directories)
 
 
 def _heard(saving: asyncio.Task[None]) -> None:
@@ -152,11 +155,11 @@ def _store(store: LayerStore, snapshot: Snapshot, ground: Ground) -> None:
     began = time.monotonic()
     stage_ids = [found for directory in ground.root.layers[: ground.stage_layers] if (found := layer_id(store, directory))]
     ids: list[str] = []
-    for tree in ground.own:
-        found = layer_id(store, tree)
+    for one in ground.own:
+        found = layer_id(store, one.tree)
         if found is None:
             with store.draft() as draft:
-                copy_tree(tree, draft.tree)
+                copy_tree(one.tree, draft.tree)
                 found = draft.publish().id
         ids.append(found)
     in_place = len(stage_ids) < ground.stage_layers or bool(ground.root.views)

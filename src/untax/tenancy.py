@@ -217,7 +217,7 @@ class Tenancy:
         ground, standing = self._ground, self._standing
         assert ground is not None
         assert standing is not None
-        uppers = [*standing.own[len(ground.own) :], sandbox.upper]
+        uppers = [*(one.tree for one in standing.own[len(ground.own) :]), sandbox.upper]
         return await asyncio.to_thread(merged.changes, uppers, ground.readable())
 
     async def pause(self) -> None:
