@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from tests import hostview
 
 import untax
 
@@ -28,11 +29,16 @@ def _scratch(tmp_path, mkfs: list[str], options: str):
     return place
 
 
+def _unmount(place):
+    """What an engine removes in the background may hold it for a moment."""
+    assert hostview.eventually(lambda: subprocess.run(["umount", str(place)], capture_output=True).returncode == 0, 20, 0.1)
+
+
 @pytest.fixture
 def with_project_quotas(tmp_path):
     place = _scratch(tmp_path, ["mkfs.ext4", "-q", "-F", "-O", "project,quota"], "prjquota")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    _unmount(place)
 
 
 @pytest.fixture
@@ -40,7 +46,7 @@ def btrfs_with_quotas(tmp_path):
     place = _scratch(tmp_path, ["mkfs.btrfs", "-q", "-f"], "defaults")
     subprocess.run(["btrfs", "quota", "enable", str(place)], check=True, capture_output=True)
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    _unmount(place)
 
 
 async def _fills_to_its_limit(state_dir, mode: int) -> None:

@@ -429,9 +429,10 @@ async def test_x8_an_image_on_a_hung_file_system_holds_up_nobody_else(tmp_path, 
             await host.lease("a")
             try:
                 began = time.monotonic()
-                with pytest.raises(Refused):
+                with pytest.raises(Refused) as caught:
                     await asyncio.wait_for(host.lease("b", {"image": f"dir:{where}"}, wait_s=1.0), 10)
                 took = time.monotonic() - began
+                assert set(caught.value.families) & INFRASTRUCTURE, caught.value
                 fine = await asyncio.wait_for(host.run("a", ["echo", "fine"]), 5)
                 await asyncio.wait_for(host.lease("c", {}, wait_s=5.0), 10)
             finally:

@@ -7,6 +7,7 @@ to ask tries again. A builder that dies leaves a draft that the store sweeps and
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -165,7 +166,8 @@ class Stages:
             raise UsageError("setup: there is nowhere to run set-up commands ahead of a lease here")
 
     async def _identify(self, image: str) -> _Image:
-        mark = _mark_of(image)
+        # In a thread: a file system that does not answer must hold up nobody but this caller.
+        mark = await asyncio.to_thread(_mark_of, image) if image.partition(":")[0] in _OF_A_FILE else None
         known = self._images.get(image)
         if known is not None and known.mark == mark:
             return known
@@ -352,10 +354,8 @@ _OF_A_FILE = ("dir", "tar", "oci", "docker-archive")
 
 
 def _mark_of(image: str) -> object:
-    """What tells that the file an image comes from is another one now; None for images that come from elsewhere."""
-    scheme, _, name = image.partition(":")
-    if scheme not in _OF_A_FILE:
-        return None
+    """What tells that the file an image comes from is another one now; None when there is none."""
+    name = image.partition(":")[2]
     for path in (name, name.rpartition(":")[0]):
         for file in (os.path.join(path, "index.json"), path):
             with contextlib.suppress(OSError, ValueError):
