@@ -381,7 +381,6 @@ simple("deletion-absolute", lambda tar: tar.add(tar.aim + b"/.wh.canary"))
 simple("deletion-through-a-link", lambda tar: tar.add(b"l", LINK, target=tar.aim).add(b"l/.wh.canary"))
 simple("deletion-opaque-through-a-link", lambda tar: tar.add(b"l", LINK, target=tar.aim).add(b"l/.wh..wh..opq"))
 simple("deletion-opaque-below-a-file", lambda tar: tar.add(b"f", data=b"x").add(b"f/.wh..wh..opq"))
-simple("deletion-opaque-of-everything", lambda tar: tar.add(b".wh..wh..opq"))
 for label, kind in {"directory": DIRECTORY, "link": LINK, "hard-link": HARD, "fifo": FIFO, "device": CHARACTER}.items():
     simple(
         f"deletion-as-a-{label}",

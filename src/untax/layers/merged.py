@@ -120,11 +120,15 @@ class Reader:
             self._way.append((at, found))
         return self._merged.entry(parts, found)
 
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._merged.close()
+
     def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._merged.close()
+        self.close()
 
 
 def changes(uppers: Sequence[Path | str], base: Root, *, marks: Marks | None = None, apart_from: Collection[str] = COVERED) -> list[Change]:

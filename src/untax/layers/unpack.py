@@ -8,6 +8,7 @@ overlay's own marks.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from untax.core.errors import StageUnavailable
+from untax.core.root import Root
 from untax.core.tar import TarError, components
 from untax.layers import tarball
 from untax.layers._descent import Descent
 from untax.layers.blob import Blob, Caps, Readable, refused
 from untax.layers.marks import OPAQUE_VALUE, Marks, make_whiteout, opaque
+from untax.layers.merged import Reader
 from untax.layers.tarball import Entry, Tarball
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -85,12 +88,13 @@ def unpack(
     blob = Blob(source, digest=digest, diff_id=diff_id, caps=caps, on_read=on_read)
     try:
         with Descent(tree) as descent:
-            layer = _Layer(descent, marks, below, caps, has_whiteouts=has_whiteouts)
             archive = Tarball(blob, caps)
-            for entry in archive:
-                layer.add(entry, archive)
-            blob.finish()
-            layer.finish()
+            layer = _Layer(descent, marks, below, caps, has_whiteouts=has_whiteouts)
+            with contextlib.closing(layer):
+                for entry in archive:
+                    layer.add(entry, archive)
+                blob.finish()
+                layer.finish()
     except TarError as exc:
         raise refused(f"the archive is refused: {exc}") from None
     except OSError as exc:
@@ -113,6 +117,7 @@ class _Layer:
         self._marks: Marks = marks
         self._keeps_owners = marks == "trusted"
         self._below = below
+        self._lower = Reader(Root(layers=tuple(map(str, below))), marks=marks) if below else None
         self._caps = caps
         self._has_whiteouts = has_whiteouts
         self._implied = 0
@@ -120,6 +125,7 @@ class _Layer:
         # Modes and times of directories are set at the end: modes may forbid writing, or hand a group down, and times change.
         self._directories: dict[bytes, tuple[int, int]] = {}
         self._opaque: set[bytes] = set()
+        self._hides_all = False
         self._whiteouts: list[tuple[bytes, ...]] = []
         self.notes: list[str] = []
         self._imply(())
@@ -149,14 +155,20 @@ class _Layer:
 
     def finish(self) -> None:
         """Take back deletions that nothing can come of, and give directories their modes and times."""
+        if self._hides_all:
+            self._hide_all()
         for path in sorted(self._whiteouts):
             # Overlay lists a directory that it does not merge as it lies: a whiteout in it would be seen, and lead nowhere.
-            if b"/".join(path[:-1]) in self._opaque or not self._is_below(path):
+            if not self._is_below(path):
                 os.unlink(path[-1], dir_fd=self._seek(path[:-1]))
         for name, (mode, mtime_ns) in sorted(self._directories.items()):
             fd = self._seek(name.split(b"/") if name else ())
             os.fchmod(fd, mode if self._keeps_owners else mode | 0o700)
             os.utime(fd, ns=(mtime_ns, mtime_ns))
+
+    def close(self) -> None:
+        if self._lower is not None:
+            self._lower.close()
 
     def note(self, what: str) -> None:
         if len(self.notes) < _NOTES:
@@ -283,9 +295,22 @@ class _Layer:
         if path:
             os.setxattr(self._enter(path), opaque(self._marks), OPAQUE_VALUE)
             self._opaque.add(b"/".join(path))
-        elif self._below:
-            # Overlay merges the tops of all layers whatever they say.
-            raise TarError("a layer that deletes everything below it")
+        else:
+            self._hides_all = True
+
+    def _hide_all(self) -> None:
+        """Overlay merges the tops of all layers whatever they say: so each name there that lower layers have is hidden by itself."""
+        top = self._seek(())
+        names = {os.fsencode(name) for tree in self._below for name in os.listdir(tree)}
+        if len(names) > self._caps.entries:
+            raise TarError(f"a deletion of more than {self._caps.entries} names")
+        for name in sorted(names):
+            there = self._status(top, name)
+            if there is None:
+                make_whiteout(name, dir_fd=top)
+            elif stat.S_ISDIR(there.st_mode):
+                self._hide_below((name,))
+                top = self._seek(())
 
     # ---- places ----
 
@@ -315,14 +340,14 @@ class _Layer:
         return self._descent.seek(path)
 
     def _is_below(self, path: Sequence[bytes]) -> bool:
-        for tree in reversed(self._below):
-            try:
-                with Descent(tree) as lower:
-                    if self._status(lower.seek(path[:-1]), path[-1]) is not None:
-                        return True
-            except OSError:
-                continue
-        return False
+        return self._looks_below(path) is not None
+
+    def _looks_below(self, path: Sequence[bytes]) -> os.stat_result | None:
+        """Of what the layers below show at `path`; None when they show nothing, or this layer hides it."""
+        if self._lower is None or any(b"/".join(path[:depth]) in self._opaque for depth in range(1, len(path))):
+            return None
+        found = self._lower.lookup(tuple(path))
+        return None if found is None else found.stat
 
     def _imply(self, path: Sequence[bytes]) -> None:
         """Give a directory that no entry has described yet the looks of the same one in the layers below."""
@@ -330,14 +355,9 @@ class _Layer:
         if self._implied > self._caps.entries:  # each entry can imply as many as its name is deep
             raise TarError(f"more than {self._caps.entries} directories that only names speak of")
         uid, gid, mode, mtime_ns = 0, 0, 0o755, 0
-        for tree in reversed(self._below):
-            try:
-                with Descent(tree) as lower:
-                    status = os.fstat(lower.seek(path))
-            except OSError:
-                continue
+        status = self._looks_below(path)
+        if status is not None and stat.S_ISDIR(status.st_mode):
             uid, gid, mode, mtime_ns = status.st_uid, status.st_gid, stat.S_IMODE(status.st_mode), status.st_mtime_ns
-            break
         self._directories[b"/".join(path)] = (mode, mtime_ns)
         if self._keeps_owners and (uid or gid):
             os.fchown(self._descent.fd, uid, gid)

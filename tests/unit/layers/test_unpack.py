@@ -277,6 +277,33 @@ def test_the_kernel_merges_what_was_unpacked(tmp_path):
     assert "var/x" not in merged
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_layer_that_deletes_everything_below_it_is_seen_alone(tmp_path, is_first):
+    """The kernel does not look at such a mark at the top of a layer, so every name there is dealt with by itself."""
+    extracted(layer(b"etc/a", b"etc/sub/b", b"opt/old", b"file", b"was/a/directory"), tmp_path / "bottom")
+    extracted(layer(b"var/x/y", b"etc/c", b".wh.file"), tmp_path / "middle", below=[tmp_path / "bottom"])
+    entries = [b"etc/new", b"etc/.wh.a", b"was", b"opt/sub/.wh.x", b".wh.var"]
+    entries.insert(0 if is_first else len(entries), b".wh..wh..opq")
+    extracted(layer(*entries), tmp_path / "top", below=[tmp_path / "bottom", tmp_path / "middle"])
+
+    merged = treelist.of_chain([tmp_path / "bottom", tmp_path / "middle", tmp_path / "top"])
+
+    assert {path: row["type"] for path, row in merged.items() if path} == {
+        "etc": "d",
+        "etc/new": "-",
+        "opt": "d",
+        "opt/sub": "d",
+        "was": "-",
+    }
+
+
+def test_a_lowest_layer_that_deletes_everything_below_it_deletes_nothing(tmp_path):
+    extracted(layer(b".wh..wh..opq", b"etc/a"), tmp_path / "only")
+
+    assert treelist.of_chain([tmp_path / "only"]).keys() - {""} == {"etc", "etc/a"}
+    assert os.listdir(tmp_path / "only") == ["etc"]
+
+
 def test_a_deletion_with_nothing_below_it_leaves_nothing(tmp_path):
     """Overlay would list such a mark by its name in a directory that it does not merge."""
     extracted(layer(b"etc/.wh.a", b"etc/b"), tmp_path / "bottom")
@@ -288,6 +315,19 @@ def test_a_deletion_with_nothing_below_it_leaves_nothing(tmp_path):
     assert os.listdir(tmp_path / "top/new") == ["b"]
     assert os.listdir(tmp_path / "top/etc") == ["b"]
     assert overlay.is_whiteout(os.lstat(tmp_path / "top/etc/b"))
+
+
+@pytest.mark.parametrize("hiding", [b"etc/.wh..wh..opq", b".wh.etc"])
+def test_a_deletion_below_what_is_hidden_already_leaves_nothing(tmp_path, hiding):
+    """Nothing of the lowest layer is merged there any more, by a mark in between or by one in the same layer."""
+    extracted(layer(b"etc/sub/a", b"etc/b"), tmp_path / "bottom")
+    extracted(layer(hiding, b"new"), tmp_path / "middle", below=[tmp_path / "bottom"])
+    extracted(layer(b"etc/sub/.wh.a", b"etc/.wh.b", b"etc/c"), tmp_path / "top", below=[tmp_path / "bottom", tmp_path / "middle"])
+    extracted(layer(b"etc/.wh..wh..opq", b"etc/sub/.wh.a", b"etc/c"), tmp_path / "both", below=[tmp_path / "bottom"])
+
+    for chain in (["bottom", "middle", "top"], ["bottom", "both"]):
+        merged = treelist.of_chain([tmp_path / name for name in chain])
+        assert {path for path in merged if path.startswith("etc")} == {"etc", "etc/sub", "etc/c"}, chain
 
 
 def test_a_directory_that_is_only_gone_through_looks_as_it_does_below(tmp_path):
