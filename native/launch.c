@@ -6,7 +6,7 @@
 //   DESTROY  u32 handle       answered when everything is gone
 //   ENTER    u32 handle, bytes user, bytes name  what the agent shall know it by; empty: the default
 //   FREEZE   u32 handle, u8 on
-//   SNAPSHOT u32 handle, bytes fresh  a name for what is made: the upper directory it goes on with, or a copy. Answer: u8 how (0 swapped, 1 copied),
+//   SNAPSHOT u32 handle, bytes fresh  a name for the upper directory that it goes on with, unless it is copied. Answer: u8 how (0 swapped, 1 copied),
 //            u64 ns for which everything stood still, bytes name of the layer
 //   DROP_LAYER bytes name     of a layer on which nobody stands any more
 //   PRISTINE u32 handle       answer: u8 whether nothing has been done in it

@@ -22,8 +22,9 @@ static struct pending {
     uint32_t seq, handle;
     pid_t pid;               // 0: not in use
     int sock;
-    char fresh[ID_MAX];      // the name for a new upper directory, or for the copy
-    bool made;               // something may lie under it
+    char fresh[ID_MAX];      // the name for a new upper directory
+    char copy[ID_MAX];       // and for a copy of the old one
+    bool made, copies;       // something may lie under it
     bool pushed;             // the old upper directory is a layer, provisionally
     bool answered;
     bool is_over;            // but for the child's last steps
@@ -67,7 +68,8 @@ static void answer(struct pending *p, bool copied, uint64_t ns, const char *laye
 static void undo(struct pending *p, struct box *b) {
     if (p->pushed && b) layout_pop(&b->layout);
     if (p->made) disk_drop(p->fresh);
-    p->pushed = p->made = false;
+    if (p->copies) disk_drop(p->copy);
+    p->pushed = p->made = p->copies = false;
 }
 
 // The overlays over a fresh upper directory and the one so far, to the child.
@@ -110,7 +112,8 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
     switch ((enum swap_said)n->said) {
     case SWAP_WANTS_MOUNTS: on_wants_mounts(p, b); break;
     case SWAP_COPIES:
-        p->made = true;
+        undo(p, b);
+        p->copies = true;
         p->until_ns = 0;
         break;
     case SWAP_SWAPPED:
@@ -120,8 +123,8 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
         p->made = p->pushed = false;
         break;
     case SWAP_COPIED:
-        answer(p, true, n->still_ns, p->fresh);
-        p->made = false;
+        answer(p, true, n->still_ns, p->copy);
+        p->copies = false;
         break;
     case SWAP_FAILED:
         undo(p, b);
@@ -159,7 +162,8 @@ void launcher_snapshot_said(uint32_t index) {
     struct swap_note n;
     if (index >= SNAPSHOTS_MAX || !p->pid || p->is_over) return;
     ssize_t got = recv(p->sock, &n, sizeof n, MSG_DONTWAIT);
-    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    // Reset: it ended with mounts that it had no use for still in its socket; what it said comes after that.
+    if (got < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNRESET)) return;
     struct box *b = launcher_find(p->handle);
     if (got == (ssize_t)sizeof n && b) on_note(p, b, &n);
     else if (got <= 0) finish(p);
@@ -178,14 +182,20 @@ static int start(uint32_t seq, struct box *b, const char *fresh) {
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) return -1;
     autoclose int ours = pair[0], its = pair[1];
     bool may_swap = b->layout.lower_count + 2 < LAYERS_MAX;  // the kernel takes no more
-    pid_t pid = fork();
-    if (!pid) {
+    struct pending *p = &pending[i];
+    *p = (struct pending){.seq = seq, .handle = b->handle, .sock = ours, .until_ns = io_now_ns() + PATIENCE_NS};
+    strcpy(p->fresh, fresh);
+    strcpy(p->copy, fresh);
+    strcat(p->copy, "-c");
+    p->pid = fork();
+    if (!p->pid) {
         io_close(&ours);
-        swap_main(b, its, fresh, may_swap);
+        swap_main(b, its, p->copy, may_swap);
     }
-    if (pid < 0) return -1;
-    pending[i] = (struct pending){.seq = seq, .handle = b->handle, .pid = pid, .sock = ours, .until_ns = io_now_ns() + PATIENCE_NS};
-    strcpy(pending[i].fresh, fresh);
+    if (p->pid < 0) {
+        p->pid = 0;
+        return -1;
+    }
     used++;
     launcher_watch_snapshot(ours, (uint32_t)i);
     ours = -1;

@@ -103,11 +103,10 @@ static void fresh_close(struct fresh *f) {
     while (f->count) close(f->mounts[--f->count]);
 }
 
-// 0, or -1 with errno and *step.
-static int ask_for_mounts(struct fresh *f, const char **step) {
+// What was asked for comes. 0, or -1 with errno and *step.
+static int receive_mounts(struct fresh *f, const char **step) {
     static struct swap_note no;
     *step = "mounts";
-    say(SWAP_WANTS_MOUNTS, "", 0, 0);
     while (f->count < 1 + box->layout.place_count) {
         int fds[FDS_MAX];
         size_t more = 0;
@@ -181,7 +180,7 @@ static bool can_send(struct still *s) {
 static void swap(struct still *s) {
     struct fresh f = {.count = 0};
     const char *step;
-    if (ask_for_mounts(&f, &step) || (step = "new root", check_points(f.mounts[0])) || k_move_mount(f.mounts[0], "", AT_FDCWD, "/", K_MOVE_FROM_EMPTY)) {
+    if (receive_mounts(&f, &step) || (step = "new root", check_points(f.mounts[0])) || k_move_mount(f.mounts[0], "", AT_FDCWD, "/", K_MOVE_FROM_EMPTY)) {
         int error = errno;
         make_writable(s);
         end(still_end(s) ? SWAP_FAILED : SWAP_SPOILED, step, error);
@@ -233,6 +232,7 @@ _Noreturn void swap_main(const struct box *b, int sock, const char *name, bool m
         end(still_end(&s) ? SWAP_FAILED : SWAP_SPOILED, s.freezes ? "freezing" : "stopping its processes", error);
     }
     bool swaps = may_swap && !make_read_only(&s);
+    if (swaps) say(SWAP_WANTS_MOUNTS, "", 0, 0);  // from now on nothing below them changes: the launcher makes them while it is found out whether they can be used
     if (swaps && !(still_is_movable(&s) && can_send(&s))) {
         make_writable(&s);
         swaps = false;

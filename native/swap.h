@@ -9,7 +9,7 @@
 
 enum swap_said {
     SWAP_WANTS_MOUNTS = 1,  // the overlays over the old upper directory, please
-    SWAP_COPIES,            // this may take long
+    SWAP_COPIES,            // without them after all; this may take long
     SWAP_SWAPPED,
     SWAP_COPIED,
     SWAP_FAILED,            // and nothing has changed
