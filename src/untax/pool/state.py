@@ -242,7 +242,6 @@ class Pool:
             self._refuse(ticket, f"needs {event.memory_mib:g} MiB, and the pool holds {self.policy.memory_mib:g} in all", "too_large")
         else:
             self._wait(ticket)
-            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))
 
     def _withdrawn(self, event: ev.Withdrawn) -> None:
         ticket = self._tickets.get(event.ticket)
@@ -485,6 +484,7 @@ class Pool:
         spec = self._spec(ticket.stages[-1])
         heapq.heappush(spec.queue, (ticket.seq, ticket))
         spec.waiting += 1
+        heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))  # again, since it may have been passed while binding
 
     def _leave_queue(self, ticket: _Ticket) -> None:
         ticket.state = "done"
