@@ -1,0 +1,225 @@
+"""Where a rollout goes: four policies over the same nodes, pools, stores and refill.
+
+Each picks among the nodes that have room. On the node that was picked, all of them take what `placement.choose` finds
+best there; `state-distance` asks it about the whole fleet at once, which is the difference that is shown.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from untax.core.stage import Stage
+from untax.pool import placement
+from untax.pool.costs import Costs
+from untax.pool.placement import Choice, Fleet
+
+# As many as `placement.choose` compares among equals: no policy shall lose for looking at fewer nodes.
+_COMPARED = 8
+
+
+class Policy(Protocol):
+    """Is told what happens on every node, and chooses."""
+
+    def choose(self, wanted: Sequence[Stage]) -> Choice | None:
+        """None when no node has room."""
+
+    def park(self, entry: str, node: int, key: str) -> None: ...
+
+    def take(self, entry: str, node: int) -> None: ...
+
+    def stored(self, node: int, stage: Stage) -> None: ...
+
+    def evicted(self, node: int, stage: Stage) -> None: ...
+
+    def has_room(self, node: int, is_open: bool) -> None: ...
+
+    def works(self, node: int, load: float) -> None:
+        """What is starting there or waits to, as a share of what may be starting at once."""
+
+
+def node_name(number: int) -> str:
+    return f"n{number}"
+
+
+class StateDistance:
+    """The smallest expected time to ready over the whole fleet."""
+
+    def __init__(self, nodes: int, costs: Costs, _: random.Random) -> None:
+        self._fleet = Fleet()
+        self._costs = costs
+        self._names = [node_name(number) for number in range(nodes)]
+        for name in self._names:
+            self._fleet.add_node(name)
+
+    def choose(self, wanted: Sequence[Stage]) -> Choice | None:
+        return placement.choose(wanted, self._fleet, self._costs)
+
+    def park(self, entry: str, node: int, key: str) -> None:
+        self._fleet.park(entry, self._names[node], key)
+
+    def take(self, entry: str, node: int) -> None:  # noqa: ARG002 - one fleet knows where its entries are
+        self._fleet.take(entry)
+
+    def stored(self, node: int, stage: Stage) -> None:
+        self._fleet.stored(self._names[node], stage.key)
+
+    def evicted(self, node: int, stage: Stage) -> None:
+        self._fleet.evicted(self._names[node], stage.key)
+
+    def has_room(self, node: int, is_open: bool) -> None:
+        self._fleet.node(self._names[node]).is_open = is_open
+
+    def works(self, node: int, load: float) -> None:
+        self._fleet.node(self._names[node]).load = load
+
+
+class NodeFirst(ABC):
+    """A node is picked without looking at how warm it is; then the quickest way there is taken."""
+
+    def __init__(self, nodes: int, costs: Costs, draws: random.Random) -> None:
+        self._costs = costs
+        self._draws = draws
+        self._open = Bag(range(nodes))
+        self._fleets = [Fleet() for _ in range(nodes)]
+        for number, fleet in enumerate(self._fleets):
+            fleet.add_node(node_name(number))
+
+    @abstractmethod
+    def pick(self, wanted: Sequence[Stage]) -> int:
+        """One of the nodes that have room; there is one."""
+
+    def choose(self, wanted: Sequence[Stage]) -> Choice | None:
+        if not self._open:
+            return None
+        return placement.choose(wanted, self._fleets[self.pick(wanted)], self._costs)
+
+    def park(self, entry: str, node: int, key: str) -> None:
+        self._fleets[node].park(entry, node_name(node), key)
+
+    def take(self, entry: str, node: int) -> None:
+        self._fleets[node].take(entry)
+
+    def stored(self, node: int, stage: Stage) -> None:
+        self._fleets[node].stored(node_name(node), stage.key)
+
+    def evicted(self, node: int, stage: Stage) -> None:
+        self._fleets[node].evicted(node_name(node), stage.key)
+
+    def has_room(self, node: int, is_open: bool) -> None:
+        if is_open:
+            self._open.add(node)
+        else:
+            self._open.discard(node)
+
+    def works(self, node: int, load: float) -> None:
+        self._fleets[node].node(node_name(node)).load = load
+
+
+class Random(NodeFirst):
+    """Any node with room."""
+
+    def pick(self, wanted: Sequence[Stage]) -> int:  # noqa: ARG002
+        return self._open.any(self._draws)
+
+
+class RoundRobin(NodeFirst):
+    """The next node with room."""
+
+    def __init__(self, nodes: int, costs: Costs, draws: random.Random) -> None:
+        super().__init__(nodes, costs, draws)
+        self._nodes = nodes
+        self._last = -1
+
+    def pick(self, wanted: Sequence[Stage]) -> int:  # noqa: ARG002
+        number = (self._last + 1) % self._nodes
+        while number not in self._open:
+            number = (number + 1) % self._nodes
+        self._last = number
+        return number
+
+
+class ImageAffinity(NodeFirst):
+    """A node with room that has the image, the least busy of a few; any node with room when there is none."""
+
+    def __init__(self, nodes: int, costs: Costs, draws: random.Random) -> None:
+        super().__init__(nodes, costs, draws)
+        self._load = [0.0] * nodes
+        self._images: list[set[str]] = [set() for _ in range(nodes)]
+        self._with_image: dict[str, Bag] = {}  # image key → nodes that have it *and* room
+
+    def pick(self, wanted: Sequence[Stage]) -> int:
+        suited = self._with_image.get(wanted[0].key) or self._open
+        load = self._load
+        return min((suited.any(self._draws) for _ in range(_COMPARED)), key=lambda node: load[node])
+
+    def stored(self, node: int, stage: Stage) -> None:
+        super().stored(node, stage)
+        if stage.name == "image":
+            self._images[node].add(stage.key)
+            if node in self._open:
+                self._with_image.setdefault(stage.key, Bag()).add(node)
+
+    def evicted(self, node: int, stage: Stage) -> None:
+        super().evicted(node, stage)
+        if stage.name == "image":
+            self._images[node].discard(stage.key)
+            if stage.key in self._with_image:
+                self._with_image[stage.key].discard(node)
+
+    def has_room(self, node: int, is_open: bool) -> None:
+        super().has_room(node, is_open)
+        for key in self._images[node]:
+            bag = self._with_image.setdefault(key, Bag())
+            if is_open:
+                bag.add(node)
+            else:
+                bag.discard(node)
+
+    def works(self, node: int, load: float) -> None:
+        super().works(node, load)
+        self._load[node] = load
+
+
+class Bag:
+    """Numbers, any of which can be drawn in constant time."""
+
+    def __init__(self, numbers: Sequence[int] = ()) -> None:
+        self._numbers = list(numbers)
+        self._at = {number: at for at, number in enumerate(self._numbers)}
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._at
+
+    def add(self, number: int) -> None:
+        if number not in self._at:
+            self._at[number] = len(self._numbers)
+            self._numbers.append(number)
+
+    def discard(self, number: int) -> None:
+        at = self._at.pop(number, None)
+        if at is None:
+            return
+        last = self._numbers.pop()
+        if last != number:
+            self._numbers[at] = last
+            self._at[last] = at
+
+    def any(self, draws: random.Random) -> int:
+        return self._numbers[int(draws.random() * len(self._numbers))]
+
+
+POLICIES: dict[str, Callable[[int, Costs, random.Random], Policy]] = {
+    "random": Random,
+    "round-robin": RoundRobin,
+    "image-affinity": ImageAffinity,
+    "state-distance": StateDistance,
+}
