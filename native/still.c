@@ -20,6 +20,7 @@
 #define FREEZE_PATIENCE_NS 5000000000u  // a process that waits for its disk holds the freezer up
 #define HOLD_PATIENCE_NS 1000000000u    // for all together
 #define STOP_USUAL_NS 2000000u          // stopping a thread takes 10 µs; after this it is asked what holds it up
+#define TRACED_PATIENCE_NS 20000000u
 #define SPIN_NS 300000u                 // waiting for cgroup.events by poll costs milliseconds, reading it in a spin 60 µs
 #define STANDERS_MAX 16384
 #define KCMP_FILES_TYPE 2
@@ -190,13 +191,26 @@ static int wait_for(struct still *s, struct stander *t, uint64_t until_ns) {
     return 0;
 }
 
+static int hold(struct still *s, struct stander *t) {
+    uint64_t until_ns = io_now_ns() + TRACED_PATIENCE_NS;
+    while (inject_hold(&t->held, t->tgid, t->tid)) {
+        int error = errno;
+        if (is_dead(s, t->tid)) return 0;
+        // The child that took the last snapshot may still be on its way out, and lets go of whom it could not stop only then.
+        if (error != EPERM || io_now_ns() > until_ns) {
+            errno = error;
+            return -1;
+        }
+        usleep(300);
+    }
+    t->is_held = true;
+    return 0;
+}
+
 // Those not yet held, until they stand.
 static int hold_new(struct still *s, size_t from, uint64_t until_ns) {
-    for (size_t i = from; i < s->count; i++) {
-        struct stander *t = &s->standers[i];
-        if (!inject_hold(&t->held, t->tgid, t->tid)) t->is_held = true;
-        else if (!is_dead(s, t->tid)) return -1;
-    }
+    for (size_t i = from; i < s->count; i++)
+        if (hold(s, &s->standers[i])) return -1;
     for (size_t i = from; i < s->count; i++)
         if (s->standers[i].is_held && wait_for(s, &s->standers[i], until_ns)) return -1;
     return 0;
