@@ -259,6 +259,35 @@ async def test_a_parent_that_waits_for_its_vfork_is_not_waited_for(box, where, e
         assert await program.line() == "on"
 
 
+_ODD = {
+    "no stack": "b'\\x31\\xe4\\xeb\\xfe'",  # xor %esp, %esp; a jump to itself
+    "no vdso": "b'\\xeb\\xfe'",
+}
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="machine code for x86_64")
+@pytest.mark.parametrize("what", _ODD)
+async def test_a_process_that_cannot_be_made_to_act_is_left_alone(box, what):
+    """It spins where it spun, with the registers it had: nothing of the attempt is left in it."""
+    code = (
+        "import ctypes, mmap, os, re; os.chdir('/workspace'); c = ctypes.CDLL(None)\n"
+        f"m = mmap.mmap(-1, 4096, prot=7); m.write({_ODD[what]}); call = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(m)))\n"
+        "a, b = (int(x, 16) for x in re.search('([0-9a-f]+)-([0-9a-f]+) .*vdso', open('/proc/self/maps').read()).groups())\n"
+        "print('ready'); c.munmap(ctypes.c_void_p(a), ctypes.c_size_t(b - a)); call()\n"
+    )
+    async with running(box, code) as program:
+        await asyncio.sleep(0.2)
+        for _ in range(3):
+            assert await how(box) == "cloned"
+        ticks = f"cut -d' ' -f3,14 /proc/{program.process.pid}/stat"
+        before = (await box.shell(ticks)).text.split()
+        await asyncio.sleep(0.3)
+        after = (await box.shell(ticks)).text.split()
+        assert after[0] == "R"
+        assert int(after[1]) > int(before[1])
+    assert await how(box) == "swapped"
+
+
 async def test_q8_a_snapshot_under_a_writer_is_a_prefix(box):
     """Several writers, each in a file of its own, and a counter that goes up between them: no file is ahead of one written before it."""
     code = "import os\nfs = [open(f'/workspace/w{i}', 'ab', buffering=0) for i in range(4)]\nprint('ready')\nn = 0\nwhile True:\n    for f in fs: f.write(b'%d\\n' % n)\n    n += 1"
