@@ -106,8 +106,9 @@ async def test_x2_killed_between_two_steps_of_destroy(state, call, when):
 
 
 @pytest.mark.parametrize("when", [1, 2, 3] if LONG else [1])
-@pytest.mark.parametrize("call", ["pidfd_send_signal", "waitid", "unlinkat", "open_tree", "clone3", "setns"])
+@pytest.mark.parametrize("call", ["waitid", "unlinkat", "open_tree", "clone3", "setns"])
 async def test_x2_killed_between_two_steps_of_reset(state, call, when):
+    """Nobody is killed here: the old sandbox ends by itself when its channel does, before it is asked to go."""
     await kill_launcher_at(f"{call}:signal=KILL:when={when}", state, "reset")
 
 
