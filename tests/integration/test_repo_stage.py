@@ -22,7 +22,6 @@ from untax.core.root import Root
 from untax.core.spec import EnvSpec, Repo
 from untax.core.stage import Identity
 from untax.layers import marks, mirrors, repo
-from untax.layers._held import file_lock
 from untax.layers.build import Stages
 from untax.layers.copy import copy_tree
 from untax.layers.store import LayerStore
@@ -571,18 +570,18 @@ async def test_a_damaged_mirror_is_made_anew(history, served, stages, tmp_path, 
     assert "damaged" in caplog.text
 
 
-async def test_mirrors_that_nobody_uses_any_more_can_be_removed(history, stages, tmp_path):
+async def test_mirrors_that_nobody_uses_any_more_are_removed_with_other_garbage(history, stages, tmp_path):
     root = tmp_path / "layers/mirrors"
+    store = LayerStore(tmp_path / "layers", marks=KIND)
     await stages.repo_tree(Repo(str(history.bare), history.base))
     await stages.repo_tree(Repo(str(history.work), history.base))
     kept, old = (mirrors.origin_of(str(path)).name for path in (history.bare, history.work))
-    os.utime(root / f"{old}.lock", (1, 1))
+    assert all(spare.bytes > 0 for spare in store.spares())
+    os.utime(root / f"{old}.use", (1, 1))
 
-    assert mirrors.remove_unused(root, unused_s=3600) == [old]
-    assert (root / kept).is_dir() and not (root / old).exists()
-    with file_lock(root / f"{kept}.lock"):
-        os.utime(root / f"{kept}.lock", (1, 1))
-        assert mirrors.remove_unused(root, unused_s=3600) == [], "somebody fills it"
+    assert store.evict().spares == (f"mirrors/{old}",)
+    assert (root / kept).is_dir()
+    assert [path.name for path in root.glob(f"{old}*")] == []
     await stages.repo_tree(Repo(str(history.work), history.past[1]))
     assert (root / old).is_dir()
 

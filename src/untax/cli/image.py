@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import re
 import sys
 import time
@@ -72,7 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_arguments(export)
 
     gc = action("gc", _gc, "remove what nobody needs, and more to keep within a budget")
-    gc.add_argument("--budget", metavar="SIZE", help="what the layers may take together, as in 20G; the least useful stages go first")
+    gc.add_argument(
+        "--budget", metavar="SIZE", help="what all may take together, as in 20G; mirrors and caches go first, then the least useful stages"
+    )
     gc.add_argument("--remove", action="append", default=[], metavar="KEY", help="this stage or saved snapshot in any case; repeatable")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
 
@@ -167,7 +168,9 @@ def _list(arguments: argparse.Namespace) -> int:
     store = _store(arguments)
     sizes = {layer.id: layer.bytes for layer in store.layers()}
     records = store.stages()
-    caches = {name: _bytes_below(store.root / name) for name in ("mirrors", "caches", "downloads")}
+    caches = dict.fromkeys(("mirrors", "caches", "downloads"), 0)
+    for spare in store.spares():
+        caches[spare.path.parent.name] += spare.bytes
     if arguments.json:
         rows = [{**_facts(one), "bytes": sum(sizes.get(layer, 0) for layer in one.adds)} for one in records]
         total = {"layers": len(sizes), "bytes": sum(sizes.values()), **caches}
@@ -345,27 +348,35 @@ def _gc(arguments: argparse.Namespace) -> int:
 
     store = _store(arguments, budget_bytes=_size(arguments.budget) if arguments.budget is not None else None)
     named = [find_chain(store, key).key for key in arguments.remove]
-    before = sum(layer.bytes for layer in store.layers())
+    before = _bytes_in(store)
     if arguments.dry_run:
         freed = would_free(store, removed=named)
     else:
         for key in named:
             store.remove_stage(key)
         freed = store.evict()
-    after = before - freed.bytes if arguments.dry_run else sum(layer.bytes for layer in store.layers())
+    after = before - freed.bytes if arguments.dry_run else _bytes_in(store)
     stages = list(dict.fromkeys([*named, *freed.stages]))
     over = max(0, after - store.budget_bytes) if store.budget_bytes is not None else 0
     if arguments.json:
         print(
             json.dumps(
-                {"dry_run": arguments.dry_run, "stages": stages, "freed_bytes": before - after, "bytes": after, "over_budget_bytes": over}
+                {
+                    "dry_run": arguments.dry_run,
+                    "stages": stages,
+                    "spares": list(freed.spares),
+                    "freed_bytes": before - after,
+                    "bytes": after,
+                    "over_budget_bytes": over,
+                }
             )
         )
     else:
-        for key in stages:
-            print(key)
+        for name in (*stages, *freed.spares):
+            print(name)
         verb = "would free" if arguments.dry_run else "freed"
-        print(f"untax: {verb} {human(before - after)}: {len(stages)} stages; {human(after)} left", file=sys.stderr)
+        beside = f", {len(freed.spares)} mirrors, caches and downloads" if freed.spares else ""
+        print(f"untax: {verb} {human(before - after)}: {len(stages)} stages{beside}; {human(after)} left", file=sys.stderr)
     if over:
         print(
             f"untax: {human(over)} over the budget are in use, or are saved snapshots: close engines, or remove some with --remove KEY",
@@ -429,10 +440,5 @@ def _size(text: str) -> int:
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
-def _bytes_below(top: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(top):
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(directory, name)).st_blocks * 512
-    return total
+def _bytes_in(store: LayerStore) -> int:
+    return sum(layer.bytes for layer in store.layers()) + sum(spare.bytes for spare in store.spares())

@@ -34,6 +34,7 @@ from untax.layers.merged import lookup
 from untax.layers.mirrors import Mirrors, check_commit, origin_of, without_password
 from untax.layers.repo import check_place, fill
 from untax.layers.sources import InPlace, Progress, Source
+from untax.layers.spares import using
 from untax.layers.store import Draft, LayerStore, Pin, StageRecord
 
 log = logging.getLogger("untax.layers")
@@ -304,9 +305,12 @@ class Stages:
     async def _set_up(self, work: _Work) -> tuple[str, ...]:
         assert self._workshop is not None
         cache = self._store.caches / work.image_key
-        cache.mkdir(mode=0o700, exist_ok=True)
         place = work.spec.workdir or WORKDIR
-        async with self._workshop.build(work.root, deps.planned(work.spec), cache) as frozen, self._draft() as draft:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(held(using(cache)))
+            cache.mkdir(mode=0o700, exist_ok=True)
+            frozen = await stack.enter_async_context(self._workshop.build(work.root, deps.planned(work.spec), cache))
+            draft = await stack.enter_async_context(self._draft())
             skip, owner = deps.left_out(), deps.owners(place, self._store.marks)
             try:
                 await sources.in_thread(lambda stop: copy_tree(frozen.tree, draft.tree, skip=skip, owner=owner, check=stop.check))

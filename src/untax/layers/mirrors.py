@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -17,8 +16,7 @@ import posixpath
 import random
 import re
 import shutil
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -29,6 +27,7 @@ from untax.core.spec import Repo
 from untax.layers._git import Git, Ran
 from untax.layers._held import file_lock, held
 from untax.layers.sources import Progress
+from untax.layers.spares import using
 
 log = logging.getLogger("untax.layers")
 
@@ -146,25 +145,18 @@ class Mirrors:
         full = self._root / origin.name
         found = await self._resolve(full, commit)
         if found is not None:
-            self._note_use(full)
             return full, found
         if repo.depth is not None and is_whole and origin.kind != "bundle":
             # A mirror for each: fetching one commit with little history would cut the history of others in the same mirror short.
             shallow = self._root / f"{origin.name}-{commit}-{repo.depth}"
             if await self._resolve(shallow, commit) or await self._fetch(shallow, origin, commit, repo.depth, progress):
-                self._note_use(shallow)
                 return shallow, commit
         found = await self._fetch(full, origin, commit, None, progress)
         if found is None:
             raise StageFailed(
                 "repo", f"{without_password(repo).url} has no commit {repo.commit} on any branch or tag, nor gives it by its hash"
             )
-        self._note_use(full)
         return full, found
-
-    def _note_use(self, mirror: Path) -> None:
-        with contextlib.suppress(OSError):
-            os.utime(self._root / f"{mirror.name}.lock")
 
     async def forget(self, mirror: Path) -> None:
         """Remove a mirror that turned out to be damaged."""
@@ -190,7 +182,7 @@ class Mirrors:
     async def _fetch(self, mirror: Path, origin: Origin, commit: str, depth: int | None, progress: Progress) -> str | None:
         """Bring a commit into a mirror; None when the repository does not have it, or gives it in no way that we know."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        async with held(file_lock(self._root / f"{mirror.name}.lock")) as lock:
+        async with held(using(mirror)), held(file_lock(self._root / f"{mirror.name}.lock")) as lock:
             found = await self._resolve(mirror, commit)  # another engine may have been faster
             if found is not None:
                 return found
@@ -281,26 +273,3 @@ class _Received:
             number, unit = amounts[-1]
             with contextlib.suppress(ValueError):
                 self._progress(self._what, int(float(number) * self._UNITS[unit]), None)
-
-
-def remove_unused(root: Path, *, unused_s: float) -> list[str]:
-    """Remove the mirrors below `root` that nobody has used for so long, and is not filling now; gives their names. Blocks."""
-    removed = []
-    for lock in sorted(root.glob("*.lock")):
-        with contextlib.suppress(OSError), _free(lock):
-            if lock.stat().st_mtime < time.time() - unused_s:
-                shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
-                lock.unlink()
-                removed.append(lock.stem)
-    return removed
-
-
-@contextlib.contextmanager
-def _free(path: Path) -> Iterator[None]:
-    """A lock that nobody holds, held meanwhile; an `OSError` when somebody does."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)

@@ -29,9 +29,11 @@ from untax.core.spec import Repo
 from untax.core.stage import WORKDIR
 from untax.layers._descent import Descent, walk
 from untax.layers._git import Git, Ran
+from untax.layers._held import held
 from untax.layers.marks import OPAQUE_VALUE, Marks, opaque
 from untax.layers.mirrors import Mirrors, without_password
 from untax.layers.sources import Progress
+from untax.layers.spares import using
 
 log = logging.getLogger("untax.layers")
 
@@ -84,7 +86,8 @@ async def fill(
         mirror, commit = await mirrors.provide(repo, progress)
         work = await asyncio.to_thread(_furnish, tree, place, marks, standing)
         try:
-            when = await _build(mirrors.git, mirror, commit, repo.depth, work)
+            async with held(using(mirror)):
+                when = await _build(mirrors.git, mirror, commit, repo.depth, work)
             break
         except _Damaged as exc:
             if attempt == 2:

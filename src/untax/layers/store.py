@@ -26,7 +26,7 @@ from pathlib import Path
 
 from untax._remove import remove_tree
 from untax.core.errors import StageUnavailable, UsageError
-from untax.layers import eviction
+from untax.layers import eviction, spares
 from untax.layers._about import Rows, difference, facts_in, seal_in, seal_now, which, write_facts
 from untax.layers._durable import fsync_directory, read_json, replace_whole, syncfs, write_synced
 from untax.layers._flock import flocked, open_lock, opened, take_named, try_exclusive
@@ -40,7 +40,7 @@ __all__ = ["Draft", "Freed", "Layer", "LayerStore", "Pin", "StageRecord"]
 _log = logging.getLogger("untax.layers")
 _FORMAT = 1
 _WHO = "store"  # what errors name as the stage: it is none of the ladder's
-_PLACES = ("trees", "stages", "drafts", "damaged", "mirrors", "caches", "downloads")
+_PLACES = ("trees", "stages", "drafts", "damaged", *spares.PLACES)
 _USE = struct.Struct("<dd")  # how often it was used, as of when
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -59,7 +59,10 @@ class Layer:
 class Freed:
     stages: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
+    spares: tuple[str, ...] = ()
+    """Mirrors, caches and partial downloads, each as `place/name`."""
     bytes: int = 0
+    """Of all of them."""
 
 
 class Pin:
@@ -163,15 +166,19 @@ class LayerStore:
 
     @property
     def mirrors(self) -> Path:
-        return self.root / "mirrors"
+        return self.root / spares.MIRRORS
 
     @property
     def caches(self) -> Path:
-        return self.root / "caches"
+        return self.root / spares.CACHES
 
     @property
     def downloads(self) -> Path:
-        return self.root / "downloads"
+        return self.root / spares.DOWNLOADS
+
+    def spares(self) -> list[spares.Spare]:
+        """What is in these three, the one that has not been used for longest first."""
+        return spares.spares(self.root)
 
     # ---- layers ----
 
@@ -343,7 +350,8 @@ class LayerStore:
     def evict(self, *, wanted_bytes: int = 0) -> Freed:
         """Make room for `wanted_bytes` more, within the budget and on the disk; what nobody needs goes first and in any case.
 
-        Then the stages of least value, those that nothing stands on first. Never a layer that somebody has pinned.
+        Then mirrors, caches and partial downloads, those that were not used for longest first; then the stages of least value,
+        those that nothing stands on first. Never a layer that somebody has pinned, nor a mirror or cache in use.
         """
         freed = _Tally()
         with _told(self.root), flocked(self.root / "trees", fcntl.LOCK_EX):
@@ -351,10 +359,17 @@ class LayerStore:
             self._clear_damaged()
             self._holds.drop_expired()
             self._remove_unneeded(freed)
+            for spare in spares.remove_old(self.root):
+                freed.add_spare(spare)
+            for spare in self.spares():
+                if self.shortage_bytes(wanted_bytes) <= 0:
+                    break
+                if spares.remove(spare):
+                    freed.add_spare(spare)
             while (short := self.shortage_bytes(wanted_bytes)) > 0:
                 if not self._evict_some(short, freed):
                     break
-        return Freed(tuple(freed.stages), tuple(freed.layers), freed.bytes)
+        return Freed(tuple(freed.stages), tuple(freed.layers), tuple(freed.spares), freed.bytes)
 
     def candidates(self) -> list[eviction.Candidate]:
         """The stages as `eviction.choose` wants to know them."""
@@ -375,7 +390,7 @@ class LayerStore:
         """How much has to go before `wanted` bytes fit the budget and the disk; zero or less when they do."""
         short = wanted - self._free_bytes() if wanted > 0 else 0
         if self.budget_bytes is not None:
-            total = sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)
+            total = self._layer_bytes() + sum(spare.bytes for spare in self.spares())
             short = max(short, total + wanted - self.budget_bytes)
         return short
 
@@ -438,7 +453,8 @@ class LayerStore:
             return
         if self.shortage_bytes(wanted) > 0:
             self.evict(wanted_bytes=wanted)
-        if (short := self.shortage_bytes(wanted)) > 0:
+        # What is in use of mirrors and caches now can go later: it keeps no layer out.
+        if (short := self._layer_bytes() + wanted - self.budget_bytes) > 0:
             raise StageUnavailable(
                 _WHO,
                 f"a layer of {wanted} bytes does not fit the budget of {self.budget_bytes} bytes: {short} bytes more are in use by running engines "
@@ -527,6 +543,9 @@ class LayerStore:
             fsync_directory(stages)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(stages / f"{key}.use")
+
+    def _layer_bytes(self) -> int:
+        return sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)
 
     def _free_bytes(self) -> int:
         try:
@@ -676,7 +695,12 @@ class _Tally:
     def __init__(self) -> None:
         self.stages: list[str] = []
         self.layers: list[str] = []
+        self.spares: list[str] = []
         self.bytes = 0
+
+    def add_spare(self, spare: spares.Spare) -> None:
+        self.spares.append(spare.name)
+        self.bytes += spare.bytes
 
 
 # ---- errors ----

@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers.sources import Stopped
 from untax.layers.sources._http import CHUNK, Halt, Patience, Reply, Transient, persist, printable, shown
 
-_KEPT_S = 7 * 86_400  # a partial blob that nobody has gone on with in a week is not wanted any more
 _LOCK_POLL_S = 0.1  # a wait for the kernel's lock itself could not be ended
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -202,17 +200,6 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def sweep(directory: Path) -> None:
-    """Remove partial blobs that nobody has gone on with for long."""
-    for path in directory.glob("sha*-*"):
-        with contextlib.suppress(OSError):
-            if time.time() - path.lstat().st_mtime < _KEPT_S:
-                continue
-            with path.open("rb") as file:
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
 
 
 def require_ok(reply: Reply, what: str) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from untax.core.errors import StageFailed
 from untax.core.stage import Identity
+from untax.layers import spares
 from untax.layers.sources import Fetched, Progress, Stopped, _blobs, _chain, _manifest, image_identity, progress_from_thread
 from untax.layers.sources._blobs import Descriptor
 from untax.layers.sources._chain import Chain
@@ -126,7 +127,7 @@ class _Pull:
         said = read_config(self._config(manifest.config), self._what, digest=manifest.config.digest, platform=platform)
         if len(said.diff_ids) != len(manifest.layers):
             raise StageFailed("image", f"{self._what}: {len(manifest.layers)} layers, and a config that speaks of {len(said.diff_ids)}")
-        _blobs.sweep(store.downloads)
+        spares.remove_old(store.root)
         _chain.sweep(store.downloads)
         chain = Chain(store, self._what, said)
         wanted = Counter(manifest.layers[at] for at in chain.missing)
