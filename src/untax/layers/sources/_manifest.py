@@ -1,4 +1,4 @@
-"""Manifests as data: what a registry says that an image consists of, taken at its word only where a digest holds it to it. Pure."""
+"""Manifests as data: what a registry or a layout says that an image consists of, taken at its word only where a digest holds it to it. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def parse(body: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise StageFailed("image", f"{what}: the registry answered with something that is not a manifest")
+        raise StageFailed("image", f"{what}: what should be its manifest is none")
     if document.get("schemaVersion") == 1:
         raise StageFailed(
             "image", f"{what}: its manifest is of the old kind (schema 1) without digests that could be checked; push it again"
@@ -105,14 +105,14 @@ def read(document: dict[str, Any], what: str) -> Manifest:
     """The image that a manifest describes; `StageFailed` when it describes none, or one beyond the caps."""
     config, layers = document.get("config"), document.get("layers")
     if not isinstance(config, dict) or not isinstance(layers, list) or config.get("mediaType") not in _CONFIGS:
-        raise StageFailed("image", f"{what}: the registry has something of that name, but it is not an image")
+        raise StageFailed("image", f"{what}: there is something of that name, but it is not an image")
     if len(layers) > MOST_LAYERS:
         raise StageFailed("image", f"{what}: {len(layers)} layers; at most {MOST_LAYERS} are taken")
     for layer in layers:
         kind = layer.get("mediaType") if isinstance(layer, dict) else None
         if not isinstance(kind, str) or not kind.startswith(_LAYERS):
             if isinstance(kind, str) and any(word in kind for word in _FOREIGN):
-                raise StageFailed("image", f"{what}: one of its layers is not in the registry but elsewhere; such are not fetched")
+                raise StageFailed("image", f"{what}: one of its layers is kept somewhere else than the image; such are not fetched")
             raise StageFailed("image", f"{what}: a layer of unknown type {printable(str(kind), 80)!r}")
     manifest = Manifest(_descriptor(config, what), tuple(_descriptor(layer, what) for layer in layers))
     if len({blob.digest for blob in manifest.layers}) != len(set(manifest.layers)):

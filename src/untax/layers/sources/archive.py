@@ -160,11 +160,9 @@ class LayoutImage(_Packaged):
         for _ in range(_DEEPEST_INDEX):
             body = folder.read(_blob_name(digest), _MOST_DOCUMENT)
             _manifest.require_digest(body, digest, what)
-            document = _object(body, what)
-            if "manifests" not in document:
+            document = _manifest.parse(body, what)
+            if not _manifest.is_index(document):
                 break
-            if "layers" in document or "config" in document:  # one reader would take it for a list and another for an image
-                raise StageFailed("image", f"{what}: its manifest claims to be a list and an image at once; refused")
             digest = _chosen(_entries(document, what), None, what)
         else:
             raise StageFailed("image", f"{what}: lists of lists, more than {_DEEPEST_INDEX} deep")

@@ -88,6 +88,24 @@ def test_t22_a_manifest_that_readers_could_take_for_different_things_is_refused(
         _manifest.parse(body, "x")
 
 
+@pytest.mark.parametrize(
+    "refuse",
+    [
+        lambda: _manifest.parse(b"[]", "oci:/layout"),
+        lambda: _manifest.read(document(config=None), "oci:/layout"),
+        lambda: _manifest.read(
+            document(layers=[{**LAYER, "mediaType": f"{OCI}.layer.nondistributable.v1.tar"}]),
+            "oci:/layout",
+        ),
+    ],
+)
+def test_a_refusal_is_true_of_a_layout_in_a_file_too(refuse):
+    with pytest.raises(StageFailed) as told:
+        refuse()
+    assert "oci:/layout" in told.value.message
+    assert "registry" not in told.value.message
+
+
 def test_the_entry_for_this_machine_is_taken_from_a_list():
     assert chosen(entry("a", "arm64"), entry("b", "amd64"), entry("c", "amd64")) == "b"
     assert chosen(entry("a", "amd64", "v3"), entry("b", "amd64", system="windows"), entry("c", "amd64")) == "c"
