@@ -131,8 +131,8 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
         refuse(p, n->step, n->error);
         break;
     case SWAP_SPOILED:
-        refuse(p, n->step, ESRCH);
         launcher_end(b);
+        refuse(p, n->step, ESRCH);
         break;
     }
 }
@@ -148,8 +148,8 @@ static void reap(struct pending *p) {
 static void finish(struct pending *p) {
     struct box *b = launcher_find(p->handle);
     if (!p->answered) {
-        refuse(p, "snapshot", ESRCH);
         if (b) launcher_end(b);
+        refuse(p, "snapshot", ESRCH);
     }
     undo(p, b);
     io_close(&p->sock);
