@@ -19,6 +19,7 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -154,6 +155,7 @@ class LayerStore:
         self._trees = f"{self.root}/trees/"
         self._read: dict[str, tuple[tuple[int, int, int], StageRecord]] = {}  # records, and of which file
         self._sound: dict[str, tuple[int, int]] = {}  # ids whose seal was checked, and which directory that was
+        self._checking: dict[str, threading.Lock] = {}
         with _told(self.root):
             _make_private(self.root)
             for name in _PLACES:
@@ -241,8 +243,7 @@ class LayerStore:
                     continue
                 self._hold(require_layer_id(layer_id))
                 pin._add(layer_id)
-                if not self._is_sound(layer_id):
-                    self.check_seal(layer_id)
+                self._check_once(layer_id)
         except BaseException:
             pin.close()
             raise
@@ -480,6 +481,14 @@ class LayerStore:
     def _hold_again(self, layer_id: str) -> bool:
         """Hold one that is held already and was seen to be sound: what a lease over warm stages does for each layer, so one call each."""
         return self._is_sound(layer_id) and self._holds.take_again(layer_id)
+
+    def _check_once(self, layer_id: str) -> None:
+        """Have the seal checked by one of those who want it at the same time, while the others wait: it takes a look at each entry."""
+        if self._is_sound(layer_id):
+            return
+        with self._checking.setdefault(layer_id, threading.Lock()):
+            if not self._is_sound(layer_id):
+                self.check_seal(layer_id)
 
     def _is_sound(self, layer_id: str) -> bool:
         """Whether the layer in its place is one whose seal this process has checked."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.unit.layers.odd import furnish
@@ -20,6 +21,7 @@ from untax._remove import remove_tree
 from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import FrozenEnv
+from untax.layers import _about as about
 from untax.layers import store as store_module
 from untax.layers.store import LayerStore, StageRecord
 
@@ -341,6 +343,27 @@ def test_f20_a_root_that_is_a_link_a_file_or_open_to_others_is_refused(tmp_path)
         with pytest.raises(UsageError, match="state_dir"):
             LayerStore(tmp_path / name, marks=MARKS)
     assert os.listdir(tmp_path / "real") == []
+
+
+def test_many_who_pin_a_layer_for_the_first_time_look_at_it_once(store, monkeypatch):
+    """To look takes a call for each of its entries, and all of an engine's first leases come at once."""
+    layer = publish(store)
+    store.put_stage(StageRecord("k", "deps", None, (layer.id,)))
+    fresh = again(store)
+    looks = []
+
+    def look(path):
+        looks.append(path)
+        time.sleep(0.05)  # so that all of them are there before the first has looked
+        return about.seal_now(path)
+
+    monkeypatch.setattr(store_module, "seal_now", look)
+    with ThreadPoolExecutor(8) as pool:
+        pins = list(pool.map(lambda _: fresh.pin([layer.id]), range(8)))
+    assert len(looks) == 1
+    for pin in pins:
+        pin.close()
+    fresh.close()
 
 
 # ---- pins and eviction ----
