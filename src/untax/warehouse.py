@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 _ONE_USER = "user"
+HOST_CACHE = "host"  # below the store, where `Stages` has the skeleton of the image of that name made
 
 
 class Warehouse:
@@ -63,8 +64,13 @@ class Warehouse:
             self._grounds.close()
 
     def close(self) -> None:
+        from untax.layers.sources import host
+
         if self._opened is not None:
             self._opened.close()
+            if self._grounds is not None:
+                host.let_go(self._opened.root / HOST_CACHE)
+            self._opened = None
 
     @property
     def is_layered(self) -> bool:
@@ -140,8 +146,10 @@ class Warehouse:
 
     async def _open(self, marks: Marks) -> None:
         from untax.layers.build import Stages
+        from untax.layers.sources import host
 
         store = await self._open_store(marks)
+        host.use(store.root / HOST_CACHE)
         self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network)))
         self._shelf = Shelf(self._engine, self._grounds)
 

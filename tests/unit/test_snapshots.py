@@ -1,7 +1,9 @@
 """Stages, snapshots and resets on a fake substrate with layers: the order of steps, who keeps what, and that nothing is left behind."""
 
 import asyncio
+import contextlib
 import logging
+import os
 import random
 import threading
 
@@ -190,6 +192,30 @@ async def test_a_layer_that_is_there_no_more_is_looked_for_again(fake, engine, s
     moved.rename(tmp_path / "image")
     async with engine.lease(spec):
         pass
+
+
+def descriptors(directory):
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return [path for path in found if path.startswith(str(directory))]
+
+
+async def test_a_closed_engine_has_nothing_open_below_its_state_directory(fake, make, spec, tmp_path):
+    """Or the file system that it lies on could not be unmounted. Another engine in the process keeps what it uses."""
+    installs(fake)
+    async with make() as other:
+        async with other.lease(untax.EnvSpec()):
+            pass
+        async with make() as engine, engine.lease(untax.EnvSpec()) as box:
+            await (await box.snapshot()).save()
+            async with engine.lease(untax.EnvSpec(image=spec.image, setup=("install /opt/tool",))):
+                pass
+        assert descriptors(tmp_path / "state/layers/host")
+        async with other.lease(untax.EnvSpec()):
+            pass
+    assert descriptors(tmp_path / "state") == []
 
 
 @pytest.mark.parametrize("options", [{"store_budget_mib": 0}, {"store_budget_mib": True}, {"store_budget_mib": "1"}, {"setup_network": "some"},

@@ -20,6 +20,7 @@ import stat
 import sys
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,7 @@ class _Facts:
 _log = logging.getLogger("untax.layers")
 _guard = threading.Lock()
 _held: dict[str, int] = {}  # skeletons that this process uses, and the locks that say so
+_users: Counter[str] = Counter()  # by the directory that skeletons lie in
 _latest: tuple[_Quick, _Facts] | None = None
 
 
@@ -284,6 +286,22 @@ def _key(lines: Iterable[str]) -> str:
 
 
 # ---- skeletons ----
+
+
+def use(cache: Path) -> None:
+    """Say that somebody in this process works with the skeletons below `cache`, until `let_go`."""
+    with _guard:
+        _users[str(cache)] += 1
+
+
+def let_go(cache: Path) -> None:
+    """The last in this process to do so lets go of the locks too: they would keep a file system from being unmounted."""
+    with _guard:
+        _users[str(cache)] -= 1
+        if _users[str(cache)] <= 0:
+            del _users[str(cache)]
+            for skeleton in [one for one in _held if Path(one).parent == cache]:
+                os.close(_held.pop(skeleton))
 
 
 def _provide(skeleton: Path, facts: _Facts) -> None:
