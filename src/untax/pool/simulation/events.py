@@ -56,7 +56,7 @@ class _Run:
         self._costs = first_costs(description)
         self._policy_name = policy
         self._policy = POLICIES[policy](description.fleet.nodes, self._costs, random.Random(f"policy {seed}"))
-        self._targets = Targets(description, trace)
+        self._targets = Targets(description, trace, self._costs)
         mib_of = {stage.key: description.stages.of(stage.name).mib for spec in trace.specs for stage in spec}
         self._nodes = [Node(number, description.fleet, trace.build_s, mib_of) for number in range(description.fleet.nodes)]
         self._by_name = {f"n{node.number}": node for node in self._nodes}

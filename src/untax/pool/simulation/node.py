@@ -37,10 +37,13 @@ class Node:
         "builders",
         "building",
         "coming",
+        "groups",
         "idle",
+        "last",
         "live",
         "number",
         "parked",
+        "planned_s",
         "queue",
         "room",
         "seen",
@@ -48,6 +51,7 @@ class Node:
         "starts",
         "store",
         "targets",
+        "usual",
     )
 
     def __init__(self, number: int, fleet: Nodes, build_s: Mapping[str, float], mib_of: Mapping[str, int]) -> None:
@@ -72,9 +76,13 @@ class Node:
         """Stages being built, and who waits for each besides the one who builds."""
         self.targets: Mapping[str, int] = {}
         """How many of a kind to keep parked, by the key of the uppermost stage."""
-        self.asked: dict[int, int] = {}
-        """Rollouts placed here since the last plan, by spec."""
+        # What `targets` plans with: rollouts placed here since the last plan, by spec; in how many groups; and rates before it.
+        self.asked: dict[int, float] = {}
         self.seen = 0
+        self.groups = 0
+        self.last: Job | None = None
+        self.usual: dict[int, float] = {}
+        self.planned_s = 0.0
 
     @property
     def load(self) -> float:

@@ -14,7 +14,7 @@ from typing import Protocol
 from untax.core.stage import Stage
 from untax.pool import placement
 from untax.pool.costs import Costs
-from untax.pool.placement import Choice, Fleet
+from untax.pool.placement import Choice, Fleet, Node
 
 # As many as `placement.choose` compares among equals: no policy shall lose for looking at fewer nodes.
 _COMPARED = 8
@@ -53,6 +53,7 @@ class StateDistance:
         self._names = [node_name(number) for number in range(nodes)]
         for name in self._names:
             self._fleet.add_node(name)
+        self._machines = [self._fleet.node(name) for name in self._names]
 
     def choose(self, wanted: Sequence[Stage]) -> Choice | None:
         return placement.choose(wanted, self._fleet, self._costs)
@@ -70,10 +71,50 @@ class StateDistance:
         self._fleet.evicted(self._names[node], stage.key)
 
     def has_room(self, node: int, is_open: bool) -> None:
-        self._fleet.node(self._names[node]).is_open = is_open
+        self._machines[node].is_open = is_open
 
     def works(self, node: int, load: float) -> None:
-        self._fleet.node(self._names[node]).load = load
+        self._machines[node].load = load
+
+
+class OneNode(Fleet):
+    """A fleet of one, which answers `placement.choose` from plain sets: a thousand of them are kept, and each changes often."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.add_node(name)
+        self._here = (self.node(name),)
+        self._layers: set[str] = set()
+        self._at: dict[str, list[str]] = {}
+        self._key_of: dict[str, str] = {}
+
+    def park(self, entry: str, node: str, key: str) -> None:  # noqa: ARG002
+        self._key_of[entry] = key
+        self._at.setdefault(key, []).append(entry)
+
+    def take(self, entry: str) -> None:
+        key = self._key_of.pop(entry)
+        self._at[key].remove(entry)
+        if not self._at[key]:
+            del self._at[key]
+
+    def stored(self, node: str, key: str) -> None:  # noqa: ARG002
+        self._layers.add(key)
+
+    def evicted(self, node: str, key: str) -> None:  # noqa: ARG002
+        self._layers.discard(key)
+
+    def last_parked(self, node: str, key: str) -> str:  # noqa: ARG002
+        return self._at[key][-1]
+
+    def some_with_idle(self, key: str) -> Sequence[Node]:
+        return self._here if key in self._at else ()
+
+    def some_with(self, key: str) -> Sequence[Node]:
+        return self._here if key in self._layers else ()
+
+    def some(self) -> Sequence[Node]:
+        return self._here
 
 
 class NodeFirst(ABC):
@@ -83,9 +124,8 @@ class NodeFirst(ABC):
         self._costs = costs
         self._draws = draws
         self._open = Bag(range(nodes))
-        self._fleets = [Fleet() for _ in range(nodes)]
-        for number, fleet in enumerate(self._fleets):
-            fleet.add_node(node_name(number))
+        self._fleets = [OneNode(node_name(number)) for number in range(nodes)]
+        self._machines = [fleet.node(node_name(number)) for number, fleet in enumerate(self._fleets)]
 
     @abstractmethod
     def pick(self, wanted: Sequence[Stage]) -> int:
@@ -97,16 +137,16 @@ class NodeFirst(ABC):
         return placement.choose(wanted, self._fleets[self.pick(wanted)], self._costs)
 
     def park(self, entry: str, node: int, key: str) -> None:
-        self._fleets[node].park(entry, node_name(node), key)
+        self._fleets[node].park(entry, self._machines[node].name, key)
 
     def take(self, entry: str, node: int) -> None:
         self._fleets[node].take(entry)
 
     def stored(self, node: int, stage: Stage) -> None:
-        self._fleets[node].stored(node_name(node), stage.key)
+        self._fleets[node].stored(self._machines[node].name, stage.key)
 
     def evicted(self, node: int, stage: Stage) -> None:
-        self._fleets[node].evicted(node_name(node), stage.key)
+        self._fleets[node].evicted(self._machines[node].name, stage.key)
 
     def has_room(self, node: int, is_open: bool) -> None:
         if is_open:
@@ -115,7 +155,7 @@ class NodeFirst(ABC):
             self._open.discard(node)
 
     def works(self, node: int, load: float) -> None:
-        self._fleets[node].node(node_name(node)).load = load
+        self._machines[node].load = load
 
 
 class Random(NodeFirst):

@@ -6,7 +6,8 @@ for more the later it is, instead of all earlier ones for less: the order is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
 
 from untax.core.stage import Stage
 from untax.layers.eviction import HALF_LIFE_S
@@ -19,7 +20,19 @@ def weight_of_use(now_s: float) -> float:
 class Store:
     """Stages by key. What others stand on, and what is held, stays."""
 
-    __slots__ = ("_build_s", "_children", "_holds", "_mib", "_mib_of", "_stages", "_uses", "budget_mib", "overdrawn")
+    __slots__ = (
+        "_build_s",
+        "_children",
+        "_holds",
+        "_loose",
+        "_loose_keys",
+        "_mib",
+        "_mib_of",
+        "_stages",
+        "_uses",
+        "budget_mib",
+        "overdrawn",
+    )
 
     def __init__(self, budget_mib: int, build_s: Mapping[str, float], mib_of: Mapping[str, int]) -> None:
         self.budget_mib = budget_mib
@@ -32,9 +45,18 @@ class Store:
         self._stages: dict[str, Stage] = {}
         self._children: dict[str | None, int] = {}
         self._holds: dict[str, int] = {}
+        # What may be evicted, by what it was worth when it came here; it may since have become worth more, or be held again.
+        self._loose: list[tuple[float, str]] = []
+        self._loose_keys: set[str] = set()
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self._uses
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._uses)
+
+    def __len__(self) -> int:
+        return len(self._uses)
 
     @property
     def mib(self) -> int:
@@ -46,6 +68,16 @@ class Store:
         for stage in stages:
             holds[stage.key] = holds.get(stage.key, 0) + 1
 
+    def let_go(self, stages: tuple[Stage, ...]) -> None:
+        holds = self._holds
+        for stage in stages:
+            key = stage.key
+            if holds[key] > 1:
+                holds[key] -= 1
+            else:
+                del holds[key]
+                self._loosen(key)
+
     def use(self, stages: tuple[Stage, ...], now_s: float) -> None:
         """A rollout wants them; those that are there have been used once more."""
         uses, weight = self._uses, weight_of_use(now_s)
@@ -53,22 +85,15 @@ class Store:
             if stage.key in uses:
                 uses[stage.key] += weight
 
-    def let_go(self, stages: tuple[Stage, ...]) -> None:
-        holds = self._holds
-        for stage in stages:
-            if holds[stage.key] == 1:
-                del holds[stage.key]
-            else:
-                holds[stage.key] -= 1
-
     def add(self, stage: Stage, now_s: float) -> list[Stage]:
         """It has been built here. Returns what had to go for it."""
-        mib = self._mib_of[stage.key]
+        key, parent, mib = stage.key, stage.parent, self._mib_of[stage.key]
         gone = self._make_room(mib)
-        self._uses[stage.key] = weight_of_use(now_s)
-        self._stages[stage.key] = stage
-        self._children[stage.parent] = self._children.get(stage.parent, 0) + 1
+        self._uses[key] = weight_of_use(now_s)
+        self._stages[key] = stage
+        self._children[parent] = self._children.get(parent, 0) + 1
         self._mib += mib
+        self._loosen(key)
         return gone
 
     def _make_room(self, mib: int) -> list[Stage]:
@@ -82,16 +107,33 @@ class Store:
         return gone
 
     def _least(self) -> str | None:
-        children, holds, build_s = self._children, self._holds, self._build_s
-        least, worth = None, 0.0
-        for key, uses in self._uses.items():
-            if (least is None or uses * build_s[key] < worth) and key not in holds and not children.get(key):
-                least, worth = key, uses * build_s[key]
-        return least
+        """Worth only grows: who is first, and is worth no more than when it came, is worth least."""
+        loose = self._loose
+        while loose:
+            then, key = heappop(loose)
+            self._loose_keys.discard(key)
+            if self._is_loose(key):
+                if self._worth(key) <= then:
+                    return key
+                self._loosen(key)
+        return None
+
+    def _loosen(self, key: str) -> None:
+        if key not in self._loose_keys and self._is_loose(key):
+            self._loose_keys.add(key)
+            heappush(self._loose, (self._worth(key), key))
+
+    def _is_loose(self, key: str) -> bool:
+        return key in self._uses and key not in self._holds and not self._children.get(key)
+
+    def _worth(self, key: str) -> float:
+        return self._uses[key] * self._build_s[key]
 
     def _remove(self, key: str) -> Stage:
         del self._uses[key]
         stage = self._stages.pop(key)
-        self._children[stage.parent] -= 1
         self._mib -= self._mib_of[key]
+        self._children[stage.parent] -= 1
+        if stage.parent is not None:
+            self._loosen(stage.parent)
         return stage
