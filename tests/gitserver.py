@@ -25,6 +25,10 @@ class GitServer:
     cut_at: int | None = None
     """Ends each answer of objects after so many bytes."""
     password: str | None = None
+    redirect: str | None = None
+    """Where everybody is sent instead."""
+    authorizations: list[str | None] = field(default_factory=list)
+    """What each request brought."""
     hangs: threading.Event | None = None
     """While it is there and not set, nobody gets an answer."""
 
@@ -55,6 +59,13 @@ def git_server(directory: Path) -> Iterator[GitServer]:
             length = int(self.headers.get("Content-Length", 0))
             body = self.rfile.read(length) if length else self._chunks()
             server.requests.append(f"{self.command} {self.path}")
+            server.authorizations.append(self.headers.get("Authorization"))
+            if server.redirect is not None:
+                self.send_response(302)
+                self.send_header("Location", server.redirect + self.path)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             if server.hangs is not None:
                 server.hangs.wait(60)
             if server.failures:

@@ -479,6 +479,20 @@ async def test_a15_a_password_reaches_the_server_and_no_file_no_message_no_comma
     assert "s3cr3t" not in str(told.value)
 
 
+async def test_a15_a_password_goes_nowhere_but_to_the_server_it_is_for(history, served, stages):
+    """A server, or whoever answers in its place, may send git to another; without a password that is followed."""
+    with git_server(history.bare.parent) as other:
+        served.redirect = other.url
+        url = served.url.replace("//", "//user:s3cr3t@") + "/project.git"
+        with pytest.raises(StageFailed, match="elsewhere"):
+            await stages.repo_tree(Repo(url, history.base))
+        assert served.authorizations[0] is not None
+        assert [one for one in other.authorizations if one is not None] == []
+
+        made = await stages.repo_tree(Repo(f"{served.url}/project.git", history.base))
+        assert (made.path / "run.sh").exists()
+
+
 def _line(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")

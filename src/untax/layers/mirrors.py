@@ -57,6 +57,8 @@ class Origin:
         if self.authorization is not None:
             where = urlsplit(self.url)
             found[f"http.{where.scheme}://{where.netloc}/.extraHeader"] = f"Authorization: {self.authorization}"
+            # Git takes the header along to wherever it is sent: git 2.39 gave it to another host with the request after the redirect.
+            found["http.followRedirects"] = "false"
         return found
 
 
@@ -124,6 +126,7 @@ _TRANSIENT = re.compile(
     re.IGNORECASE,
 )
 
+_REDIRECTED = re.compile(rb"returned error: 30[12378]|redirect", re.IGNORECASE)
 _FULL = re.compile(rb"no space left|disk quota exceeded", re.IGNORECASE)
 
 
@@ -198,7 +201,9 @@ class Mirrors:
             names = ["*"] if origin.kind == "bundle" else ["heads/*", "tags/*"]
             ran = await self._transfer(mirror, origin, ["--prune", "origin", *(f"+refs/{n}:refs/all/{n}" for n in names)], lock, progress)
             if ran.code != 0:
-                raise StageFailed("repo", f"cannot fetch from {origin.url}", ran.log)
+                elsewhere = "; it sends us elsewhere, where the password may not go: name that address instead"
+                is_sent = origin.authorization is not None and _REDIRECTED.search(ran.log)
+                raise StageFailed("repo", f"cannot fetch from {origin.url}{elsewhere if is_sent else ''}", ran.log)
             found = await self._resolve(mirror, commit)
             if found is None and b"shallow roots" in ran.log:
                 raise StageFailed("repo", f"{origin.url} has only a part of its history itself; ask for as much by depth=…", ran.log)
