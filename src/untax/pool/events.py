@@ -178,6 +178,8 @@ class HandOut:
     kind: Kind
     """`cold` for a sandbox that was created while the ticket waited."""
     waited_s: float
+    waited_for: str
+    """What it waited for last, in words; empty when it did not wait."""
     why: str
     start: Stage | None = None
     """The uppermost stage that it has."""

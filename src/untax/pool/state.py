@@ -29,7 +29,9 @@ from untax.pool.placement import Choice, Fleet, choose
 _HERE = ""  # the only node of a pool's fleet
 # A ticket takes room from what others wait for only after it has waited so many seconds, or as long as its own start takes.
 _MOST_PATIENCE_S = 1.0
-_FIRST_BACKOFF_S, _MOST_BACKOFF_S = 0.05, 10.0  # after a start that failed: doubled each time, until one succeeds
+# After a start that failed: doubled each time, until one succeeds. Somebody waits for a ticket's, nobody for a refill's.
+_FIRST_BACKOFF_S, _MOST_BACKOFF_S, _MOST_REFILL_BACKOFF_S = 0.05, 1.0, 60.0
+_FEWEST_SPECS = 64  # that are known before those that nothing is left of are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +77,14 @@ class _Ticket:
     tries: int = 0
     state: Literal["waiting", "binding", "done"] = "waiting"
     entry: str | None = None
+    waited_for: str = ""
 
 
 @dataclass(slots=True)
 class _Entry:
     id: str
+    stages: tuple[Stage, ...]
+    """Those that it may stand on when it comes back."""
     stage: Stage
     memory_mib: float
     state: Literal["idle", "leased", "leaving"]
@@ -90,6 +95,7 @@ class _Entry:
     for_ticket: bool = False
     spec: str | None = None
     """The uppermost stage key of the ticket that has it."""
+    ticket: str | None = None
     is_dead: bool = False
     is_upgraded: bool = False
 
@@ -117,6 +123,7 @@ class _Spec:
     target: ev.Target | None = None
     failures: int = 0
     not_before_s: float = -math.inf
+    no_refill_before_s: float = -math.inf
 
     def head(self) -> _Ticket | None:
         while self.queue and self.queue[0][1].state != "waiting":
@@ -142,6 +149,12 @@ class Pool:
         self._entries: dict[str, _Entry] = {}
         self._starts: dict[int | str, _Start] = {}  # by order number, or by ticket for an upgrade
         self._deadlines: list[tuple[float, int, _Ticket]] = []
+        self._queued: dict[str, _Spec] = {}  # those with somebody waiting
+        self._targets: dict[str, _Spec] = {}  # those with a target
+        self._failing: dict[str, _Spec] = {}  # those whose last start failed
+        self._making = 0
+        self._idle = 0
+        self._trim_due_s = math.inf
         self._memory_mib = 0.0  # of all entries and of what is being made
         self._leaving = 0
         self._leaving_mib = 0.0
@@ -149,6 +162,7 @@ class Pool:
         self._seq = 0
         self._orders: list[ev.Order] = []
         self._is_closed = False
+        self._forget_at = _FEWEST_SPECS
         # What the tickets before the one that is being looked at need and could not get yet: not to be taken by those after it.
         self._claimed = 0
         self._claimed_mib = 0.0
@@ -176,31 +190,33 @@ class Pool:
         self._orders = []
         self._now_s = max(self._now_s, event.now_s)
         self._handlers[type(event)](event)
-        if not self._is_closed:
+        if self._queued:
             self._serve()
         self._expire()
         if not self._is_closed:
-            self._trim()
-            self._refill()
+            if self._trim_due_s <= self._now_s:
+                self._trim()
+            if self._targets:
+                self._refill()
+        if len(self._specs) >= self._forget_at:
+            self._forget()
         return self._orders
 
     def next_due_s(self) -> float:
         """When a `Tick` is due at the latest, if nothing happens before; `math.inf` for never."""
-        due = math.inf
+        due = self._trim_due_s
         while self._deadlines and self._deadlines[0][2].state == "done":
             heapq.heappop(self._deadlines)
         if self._deadlines:
-            due = self._deadlines[0][0]
-        for spec in self._specs.values():
-            if spec.not_before_s > self._now_s and (spec.waiting or spec.target is not None):
+            due = min(due, self._deadlines[0][0])
+        for spec in self._failing.values():
+            if spec.waiting and spec.not_before_s > self._now_s:
                 due = min(due, spec.not_before_s)
-            if (surplus := self._surplus(spec)) > 0:
-                oldest = next(self._fleet.idle(_HERE, spec.stage.key))
-                due = min(due, self._entries[oldest].since_s + self.policy.linger_s)
-            if spec.waiting and (head := spec.head()) is not None and surplus >= 0:
-                patient_until = head.asked_s + _MOST_PATIENCE_S
-                if patient_until > self._now_s:
-                    due = min(due, patient_until)
+            if spec.target is not None and spec.no_refill_before_s > self._now_s:
+                due = min(due, spec.no_refill_before_s)
+        for spec in self._queued.values():  # who may soon take room from others
+            if self._idle and (head := spec.head()) is not None and head.asked_s + _MOST_PATIENCE_S > self._now_s:
+                due = min(due, head.asked_s + _MOST_PATIENCE_S)
         return due
 
     @property
@@ -218,7 +234,11 @@ class Pool:
 
     @property
     def waiting(self) -> int:
-        return sum(spec.waiting for spec in self._specs.values())
+        return sum(spec.waiting for spec in self._queued.values())
+
+    def idle_at(self, key: str) -> int:
+        """Idle sandboxes with this stage uppermost."""
+        return self._fleet.idle_at(key)
 
     def standings(self) -> list[Standing]:
         return [
@@ -254,14 +274,15 @@ class Pool:
         if event.entry in self._entries:
             raise ValueError(f"{event.entry!r} is there already")
         spec = self._spec(create.stages[-1])
-        spec.failures, spec.not_before_s = 0, -math.inf
+        spec.failures, spec.not_before_s, spec.no_refill_before_s = 0, -math.inf, -math.inf
+        self._failing.pop(spec.stage.key, None)
         kind = "create" if not start.missing else start.missing[-1].key
         self.admission.observe(kind, self._now_s - start.since_s, start.at_once)
         if self.policy.shares_stages:
             for stage in create.stages:
                 self._fleet.stored(_HERE, stage.key)
         self._memory_mib += create.memory_mib
-        entry = _Entry(event.entry, create.stages[-1], create.memory_mib, "leased", self._now_s)
+        entry = _Entry(event.entry, create.stages, create.stages[-1], create.memory_mib, "leased", self._now_s)
         entry.order, entry.ordered_s, entry.for_ticket = create.order, start.since_s, create.ticket is not None
         self._entries[entry.id] = entry
         if self._is_closed:
@@ -313,11 +334,14 @@ class Pool:
         entry = self._entries.get(event.entry)
         if entry is None or entry.state != "leased":
             raise ValueError(f"{event.entry!r} is not leased")
-        for ticket in [t for t in self._tickets.values() if t.state == "binding" and t.entry == entry.id]:
+        ticket = self._tickets.get(entry.ticket) if entry.ticket is not None else None
+        if ticket is not None and ticket.entry == entry.id:  # it never was bound
             self._end_upgrade(ticket, is_done=False)
             self._finish(ticket)
         self._unlease(entry)
-        stage = self._known(event.at) if event.at is not None else None if entry.is_upgraded else entry.stage
+        stage = None if entry.is_upgraded else entry.stage
+        if event.at is not None:
+            stage = next((stage for stage in entry.stages if stage.key == event.at), None)
         if entry.is_dead:
             self._destroy(entry, "it died while it was leased")
         elif not event.clean:
@@ -339,7 +363,7 @@ class Pool:
         if entry.state == "leased":
             entry.is_dead = True
             return
-        self._fleet.take(entry.id)
+        self._take(entry)
         self._destroy(entry, "it died while it was idle")
 
     def _gone(self, event: ev.Gone) -> None:
@@ -354,11 +378,15 @@ class Pool:
             self._memory_mib = self._leaving_mib = 0.0  # what rounding left over
 
     def _resized(self, event: ev.Resized) -> None:
-        for spec in self._specs.values():
+        for spec in self._targets.values():
             spec.target = None
+        self._targets = {}
         for target in event.targets:
             if target.count > 0:
-                self._spec(target.stages[-1]).target = target
+                spec = self._spec(target.stages[-1])
+                spec.target = target
+                self._targets[spec.stage.key] = spec
+        self._trim_due_s = self._now_s
 
     def _closed(self, _: ev.Closed) -> None:
         self._is_closed = True
@@ -366,7 +394,7 @@ class Pool:
             self._leave_queue(ticket)
             self._refuse(ticket, "the pool is closed", "closed")
         for entry in [entry for entry in self._entries.values() if entry.state == "idle"]:
-            self._fleet.take(entry.id)
+            self._take(entry)
             self._destroy(entry, "the pool is closed")
 
     # ---- tickets ----
@@ -374,7 +402,7 @@ class Pool:
     def _serve(self) -> None:
         """Serve the tickets, those first that have waited longest for their spec's share; the rest keeps waiting."""
         self._claimed, self._claimed_mib = 0, 0.0
-        turns = [self._turn(spec, head) for spec in self._specs.values() if spec.waiting and (head := spec.head()) is not None]
+        turns = [self._turn(spec, head) for spec in self._queued.values() if (head := spec.head()) is not None]
         heapq.heapify(turns)
         while turns:
             _, _, key = heapq.heappop(turns)
@@ -388,25 +416,35 @@ class Pool:
         return (-waited_s / (1 + spec.leased + spec.making), head.seq, spec.stage.key)
 
     def _serve_one(self, spec: _Spec, ticket: _Ticket) -> bool:
-        """Whether something was done, so that the spec may have another turn."""
-        key = spec.stage.key
-        if self._fleet.idle_at(key):
+        """Whether something was done, so that the spec may have another turn; if not, what the ticket waits for is noted."""
+        if self._fleet.idle_at(spec.stage.key):
             return self._hand_out(ticket, choose(ticket.stages[-1:], self._fleet, self.costs, can_create=False))
-        if spec.making >= spec.waiting or ticket.deadline_s <= self._now_s or spec.not_before_s > self._now_s:
-            return False  # there is one under way for everybody; or no time, or it has just failed
+        if spec.making >= spec.waiting:
+            ticket.waited_for = "a sandbox that was being made"
+            return False
+        if ticket.deadline_s <= self._now_s:
+            return False  # whatever is begun now comes too late
+        if spec.not_before_s > self._now_s:
+            ticket.waited_for = "another attempt, after one that failed"
+            return False
+        if len(self._starts) >= self.admission.cap:
+            ticket.waited_for = "a place among those that start"
+            return False
         self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
         choice = choose(ticket.stages, self._fleet, self.costs)
         assert choice is not None  # the only node is open
         if choice.entry is None and not self._has_room(1, ticket.memory_mib):
-            idle = choose(ticket.stages, self._fleet, self.costs, can_create=False)
+            idle = choose(ticket.stages, self._fleet, self.costs, can_create=False) if self._idle else None
             if idle is None or idle.expected_s > choice.expected_s + self.costs.of("reset"):
                 self._make_room(ticket, choice)
                 return False
             choice = idle
-        if not self._may_start(choice.missing):
+        if (busy := self._may_not_start(choice.missing)) is not None:
+            ticket.waited_for = busy
             return False
         if choice.entry is not None:
             return self._hand_out(ticket, choice)
+        ticket.waited_for = "the sandbox that was made for it"
         self._create(ticket.stages, ticket, choice, ticket.memory_mib)
         return spec.making < spec.waiting  # the others of the spec, as far as there is room
 
@@ -417,7 +455,7 @@ class Pool:
         if more_mib and not self._has_room(0, more_mib):
             self._make_room(ticket, choice, entries=0, memory_mib=more_mib, but=entry.id)
             return False
-        self._fleet.take(entry.id)
+        self._take(entry)
         self._memory_mib += more_mib
         entry.memory_mib += more_mib
         self._leave_queue(ticket)
@@ -427,10 +465,11 @@ class Pool:
         kind: ev.Kind = "cold" if is_cold else choice.kind if choice.missing else "exact"
         waited_s = self._now_s - ticket.asked_s
         why = "created while it waited" if is_cold else choice.why
-        self._orders.append(
-            ev.HandOut(ticket.id, entry.id, choice.missing, kind, waited_s, why, entry.stage, entry.order if is_cold else None)
-        )
+        waited_for = (ticket.waited_for or "those who came before it") if waited_s > 0 else ""
+        order = entry.order if is_cold else None
+        self._orders.append(ev.HandOut(ticket.id, entry.id, choice.missing, kind, waited_s, waited_for, why, entry.stage, order))
         entry.state, entry.spec, entry.since_s = "leased", spec.stage.key, self._now_s
+        entry.ticket, entry.stages = ticket.id, ticket.stages
         ticket.state, ticket.entry = "binding", entry.id
         if choice.missing:
             entry.is_upgraded = True
@@ -441,6 +480,7 @@ class Pool:
         self._seq += 1
         create = ev.Create(self._seq, stages, ticket.id if ticket else None, choice.start, choice.missing, choice.why, memory_mib)
         self._spec(stages[-1]).making += 1
+        self._making += 1
         self._memory_mib += memory_mib
         self._begin(create.order, choice.missing, create)
         self._orders.append(create)
@@ -484,11 +524,16 @@ class Pool:
         spec = self._spec(ticket.stages[-1])
         heapq.heappush(spec.queue, (ticket.seq, ticket))
         spec.waiting += 1
+        self._queued[spec.stage.key] = spec
         heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))  # again, since it may have been passed while binding
 
     def _leave_queue(self, ticket: _Ticket) -> None:
         ticket.state = "done"
-        self._spec(ticket.stages[-1]).waiting -= 1
+        spec = self._spec(ticket.stages[-1])
+        spec.waiting -= 1
+        if not spec.waiting:
+            del self._queued[spec.stage.key]
+            spec.queue.clear()
 
     def _finish(self, ticket: _Ticket) -> None:
         ticket.state = "done"
@@ -506,6 +551,7 @@ class Pool:
         self, ticket: _Ticket, choice: Choice, *, entries: int = 1, memory_mib: float | None = None, but: str | None = None
     ) -> None:
         """Destroy what is idle and least missed, as far as what is being destroyed already is not enough, and keep the room."""
+        ticket.waited_for = "room"
         self._claimed += entries
         self._claimed_mib += ticket.memory_mib if memory_mib is None else memory_mib
         patience_s = min(choice.expected_s, _MOST_PATIENCE_S)
@@ -518,7 +564,7 @@ class Pool:
             victim = next(victims, None)
             if victim is None:
                 return
-            self._fleet.take(victim.id)
+            self._take(victim)
             self._destroy(victim, f"its room is needed for a sandbox with the {ticket.stages[-1].name} stage of another spec")
 
     def _victims(self, is_patient: bool, but: str | None) -> Iterator[_Entry]:
@@ -527,18 +573,21 @@ class Pool:
         def rank(entry: _Entry) -> tuple[bool, float]:
             return (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s)
 
-        idle = [entry for entry in self._entries.values() if entry.state == "idle" and entry.id != but]
+        idle = [entry for entry in self._entries.values() if entry.state == "idle" and entry.id != but] if self._idle else []
         for entry in sorted(idle, key=rank):
             if not (is_patient and self._spec(entry.stage).waiting):
                 yield entry
 
     def _trim(self) -> None:
+        """Destroy what has been idle above its target for long, and find out when there will be more of it."""
+        self._trim_due_s = math.inf
         for spec in self._specs.values():
             while self._surplus(spec) > 0:
                 oldest = self._entries[next(self._fleet.idle(_HERE, spec.stage.key))]
-                if self._now_s - oldest.since_s < self.policy.linger_s:
+                if oldest.since_s + self.policy.linger_s > self._now_s:
+                    self._trim_due_s = min(self._trim_due_s, oldest.since_s + self.policy.linger_s)
                     break
-                self._fleet.take(oldest.id)
+                self._take(oldest)
                 self._destroy(oldest, f"idle for {self._now_s - oldest.since_s:.3g} s, above the target")
 
     def _surplus(self, spec: _Spec) -> int:
@@ -548,11 +597,11 @@ class Pool:
         """Bring what is idle up to the targets, the emptiest first, after all tickets."""
         if self._claimed or self._claimed_mib:
             return
-        while True:
+        while len(self._starts) + 1 < self.admission.cap:
             short = [
                 (self._stock(spec) / spec.target.count, spec.stage.key)
-                for spec in self._specs.values()
-                if spec.target is not None and self._stock(spec) < spec.target.count and spec.not_before_s <= self._now_s
+                for spec in self._targets.values()
+                if spec.target is not None and self._stock(spec) < spec.target.count and spec.no_refill_before_s <= self._now_s
             ]
             if not any(self._refill_one(self._specs[key]) for _, key in sorted(short)):
                 return
@@ -564,29 +613,33 @@ class Pool:
     def _refill_one(self, spec: _Spec) -> bool:
         target = spec.target
         assert target is not None
-        if len(self._starts) + 1 >= self.admission.cap or not self._has_room(1, target.memory_mib):
+        if not self._has_room(1, target.memory_mib):
             return False
         self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
         choice = choose(target.stages, self._fleet, self.costs, can_take=False)
         assert choice is not None
-        if not self._may_start(choice.missing):
+        if self._may_not_start(choice.missing) is not None:
             return False
         self._create(target.stages, None, choice, target.memory_mib)
         return True
 
     # ---- starting ----
 
-    def _may_start(self, missing: tuple[Stage, ...]) -> bool:
+    def _may_not_start(self, missing: tuple[Stage, ...]) -> str | None:
+        """What is in the way."""
         if len(self._starts) >= self.admission.cap:
-            return False
+            return "a place among those that start"
         if not missing:
-            return True
+            return None
         if self.policy.shares_stages:
             keys = {stage.key for stage in missing}
-            if any(stage.key in keys for start in self._starts.values() for stage in start.missing):
-                return False  # it is being built: who waits for it begins with its layer
+            for start in self._starts.values():
+                if any(stage.key in keys for stage in start.missing):  # who waits for it begins with its layer
+                    return "a stage that was being built for another"
         heavy = sum(start.is_heavy for start in self._starts.values())
-        return not self._is_heavy(missing) or heavy < max(1, self.admission.cap // 2)
+        if self._is_heavy(missing) and heavy >= max(1, self.admission.cap // 2):
+            return "a place among those that build"
+        return None
 
     def _is_heavy(self, missing: tuple[Stage, ...]) -> bool:
         return sum(self.costs.of_stage(stage) for stage in missing) > self.costs.of("create")
@@ -601,6 +654,7 @@ class Pool:
         if start is None or start.create is None:
             raise ValueError(f"order {order} is not being carried out")
         self._spec(start.create.stages[-1]).making -= 1
+        self._making -= 1
         self._memory_mib -= start.create.memory_mib
         return start, start.create
 
@@ -611,7 +665,10 @@ class Pool:
                 self._fleet.stored(_HERE, stage.key)
 
     def _back_off(self, spec: _Spec) -> None:
-        spec.not_before_s = self._now_s + min(_MOST_BACKOFF_S, _FIRST_BACKOFF_S * 2**spec.failures)
+        backoff_s = _FIRST_BACKOFF_S * 2**spec.failures
+        spec.not_before_s = self._now_s + min(_MOST_BACKOFF_S, backoff_s)
+        spec.no_refill_before_s = self._now_s + min(_MOST_REFILL_BACKOFF_S, backoff_s)
+        self._failing[spec.stage.key] = spec
         spec.failures = min(spec.failures + 1, 30)
 
     # ---- entries ----
@@ -620,11 +677,17 @@ class Pool:
         entry.state, entry.since_s, entry.spec = "idle", self._now_s, None
         self._spec(entry.stage)
         self._fleet.park(entry.id, _HERE, entry.stage.key)
+        self._idle += 1
+        self._trim_due_s = min(self._trim_due_s, self._now_s + self.policy.linger_s)
+
+    def _take(self, entry: _Entry) -> None:
+        self._fleet.take(entry.id)
+        self._idle -= 1
 
     def _unlease(self, entry: _Entry) -> None:
         assert entry.spec is not None
         self._specs[entry.spec].leased -= 1
-        entry.spec = None
+        entry.spec = entry.ticket = None
 
     def _destroy(self, entry: _Entry, why: str) -> None:
         entry.state = "leaving"
@@ -632,16 +695,17 @@ class Pool:
         self._leaving_mib += entry.memory_mib
         self._orders.append(ev.Destroy(entry.id, why))
 
-    @property
-    def _making(self) -> int:
-        return sum(start.create is not None for start in self._starts.values())
-
     def _spec(self, stage: Stage) -> _Spec:
         spec = self._specs.get(stage.key)
         if spec is None:
             spec = self._specs[stage.key] = _Spec(stage)
         return spec
 
-    def _known(self, key: str) -> Stage | None:
-        spec = self._specs.get(key)
-        return spec.stage if spec is not None else None
+    def _forget(self) -> None:
+        """Specs that nothing is left of."""
+        for key, spec in list(self._specs.items()):
+            is_in_use = spec.waiting or spec.making or spec.leased or spec.target or self._fleet.idle_at(key)
+            if not is_in_use and spec.not_before_s <= self._now_s:
+                del self._specs[key]
+                self._failing.pop(key, None)
+        self._forget_at = max(_FEWEST_SPECS, 2 * len(self._specs))
