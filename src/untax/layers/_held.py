@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import fcntl
 import os
@@ -25,6 +26,22 @@ async def blocking(work: Callable[[], T], *, undo: Callable[[T], object] | None 
         if undo is not None and not running.cancelled() and running.exception() is None:
             undo(running.result())
         raise
+
+
+async def alone(work: Callable[[], T], stop: Callable[[], object] | None = None) -> T:
+    """Run long `work` in a thread of its own. When cancelled, `stop` is called to end it sooner, and the thread has ended before this returns."""
+    # Not one of the loop's own: a download or an image of minutes would keep one of those few from everybody else.
+    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="untax-alone")
+    running = asyncio.get_running_loop().run_in_executor(executor, work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if stop is not None:
+            stop()
+        await ended(running)
+        raise
+    finally:
+        executor.shutdown(wait=False)
 
 
 async def ended(task: asyncio.Future[T]) -> None:

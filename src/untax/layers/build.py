@@ -27,7 +27,7 @@ from untax.core.stage import WORKDIR, Identity, Stage, key_of, stages_of
 from untax.core.substrate import Frozen
 from untax.layers import deps, sources
 from untax.layers._flights import Flights
-from untax.layers._held import blocking, held
+from untax.layers._held import alone, blocking, held
 from untax.layers.copy import copy_tree
 from untax.layers.marks import Marks
 from untax.layers.merged import lookup
@@ -300,7 +300,7 @@ class Stages:
                 standing=_standing(root, self._store.marks),
                 progress=progress,
             )
-            return ((await blocking(draft.publish)).id,)
+            return ((await alone(draft.publish)).id,)
 
     async def _set_up(self, work: _Work) -> tuple[str, ...]:
         assert self._workshop is not None
@@ -318,7 +318,7 @@ class Stages:
                 if exc.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise StageFailed("deps", f"what the set-up left cannot be kept: {exc.filename or ''} {exc.strerror}") from exc
-            return ((await blocking(draft.publish)).id,)
+            return ((await alone(draft.publish)).id,)
 
     @contextlib.asynccontextmanager
     async def _draft(self) -> AsyncIterator[Draft]:

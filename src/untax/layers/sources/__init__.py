@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from untax.core.errors import UsageError
 from untax.core.root import ImageConfig, Root
 from untax.core.stage import Identity
+from untax.layers._held import alone
 
 if TYPE_CHECKING:
     from untax.layers.store import LayerStore
@@ -120,18 +121,7 @@ class Stopped(Exception):  # not an error of ours: it never leaves `in_thread`
 async def in_thread(work: Callable[[Stop], T]) -> T:
     """Run blocking work. When the caller is cancelled the work is told to stop, and is waited for: its files are then nobody's."""
     stop = Stop()
-    running = asyncio.ensure_future(asyncio.to_thread(work, stop))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        stop.set()
-        while not running.done():
-            try:
-                await asyncio.shield(asyncio.wait((running,)))
-            except asyncio.CancelledError:
-                continue  # told again; the answer is the same
-        running.cancelled() or running.exception()  # seen, so that nobody is told of it later
-        raise
+    return await alone(lambda: work(stop), stop.set)
 
 
 def progress_from_thread(progress: Progress) -> Progress:

@@ -7,9 +7,7 @@ never takes credentials to another origin, and never leads from a protected conn
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import concurrent.futures
 import contextlib
 import email.utils
 import http.client
@@ -27,6 +25,7 @@ from typing import TypeVar
 from urllib.parse import unquote, urljoin, urlsplit
 
 from untax.core.errors import StageFailed, StageUnavailable
+from untax.layers._held import alone
 from untax.layers.sources import Stop, Stopped
 from untax.layers.sources._reference import is_loopback
 
@@ -103,21 +102,7 @@ def _cut(held: socket.socket) -> None:
 
 async def in_thread(halt: Halt, work: Callable[[], T]) -> T:
     """Run `work` in a thread of its own. When cancelled, `halt` is set and the thread has ended before this returns."""
-    # Not the loop's own executor: a download of minutes would keep one of its few threads from everybody else.
-    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="untax-source")
-    running = asyncio.get_running_loop().run_in_executor(executor, work)
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        halt.set()
-        while not running.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({running})
-        if not running.cancelled():
-            running.exception()  # retrieved, so that nobody is told of it again
-        raise
-    finally:
-        executor.shutdown(wait=False)
+    return await alone(work, halt.set)
 
 
 def persist(what: str, patience: Patience, halt: Halt, attempt: Callable[[], T]) -> T:

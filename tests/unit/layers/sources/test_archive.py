@@ -6,6 +6,8 @@ import gzip
 import hashlib
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests import hostile_archives as hostile
@@ -230,6 +232,19 @@ async def test_a_cancelled_fetch_has_ended_when_it_says_so_and_leaves_nothing(tm
     assert task.cancelled()
     assert os.listdir(store.root / "drafts") == os.listdir(store.root / "trees") == []
     assert (await source.fetch(store, silent)).adds
+
+
+async def test_an_image_that_is_being_unpacked_keeps_no_thread_from_others():
+    """The loop has few threads, and every lease needs one for an instant."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    go_on = threading.Event()
+    long = asyncio.ensure_future(in_thread(lambda _: go_on.wait(30)))
+    await asyncio.sleep(0)
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "here"), 10) == "here"
+    finally:
+        go_on.set()
+    assert await long
 
 
 async def test_work_in_a_thread_is_waited_for_however_often_it_is_cancelled():
