@@ -10,7 +10,21 @@ from pathlib import Path
 
 from benchmarks import _measure
 
-PROGRAMS = ("cold_create", "action", "transfer", "destroy", "fork", "reset", "snapshot", "stages", "thousand", "flood", "crash", "cycles")
+PROGRAMS = (
+    "cold_create",
+    "action",
+    "transfer",
+    "destroy",
+    "fork",
+    "reset",
+    "snapshot",
+    "stages",
+    "thousand",
+    "flood",
+    "crash",
+    "cycles",
+    "fleet",
+)
 QUICK = {
     "cold_create": 50,
     "action": 50,
@@ -24,6 +38,7 @@ QUICK = {
     "flood": 1,
     "crash": 1,
     "cycles": 200,
+    "fleet": 2000,
 }
 
 
