@@ -27,8 +27,9 @@ from untax.pool.costs import Costs
 from untax.pool.placement import Choice, Fleet, choose
 
 _HERE = ""  # the only node of a pool's fleet
-# A ticket takes room from what others wait for only after it has waited so many seconds, or as long as its own start takes.
-_MOST_PATIENCE_S = 1.0
+# A ticket takes the room of what another waits for only when it has waited longer than that one, in proportion to what their
+# specs have, by ten times what its own start takes, and by no more than a second: replacing sandboxes is then a tenth of the work.
+_PATIENCE, _MOST_PATIENCE_S = 10.0, 1.0
 # After a start that failed: doubled each time, until one succeeds. Somebody waits for a ticket's, nobody for a refill's.
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S, _MOST_REFILL_BACKOFF_S = 0.05, 1.0, 60.0
 _FEWEST_SPECS = 64  # that are known before those that nothing is left of are forgotten
@@ -214,9 +215,6 @@ class Pool:
                 due = min(due, spec.not_before_s)
             if spec.target is not None and spec.no_refill_before_s > self._now_s:
                 due = min(due, spec.no_refill_before_s)
-        for spec in self._queued.values():  # who may soon take room from others
-            if self._idle and (head := spec.head()) is not None and head.asked_s + _MOST_PATIENCE_S > self._now_s:
-                due = min(due, head.asked_s + _MOST_PATIENCE_S)
         return due
 
     @property
@@ -430,6 +428,9 @@ class Pool:
         if len(self._starts) >= self.admission.cap:
             ticket.waited_for = "a place among those that start"
             return False
+        if not self._idle and not self._has_room(1, ticket.memory_mib):
+            self._claim(ticket, 1, ticket.memory_mib)
+            return False
         self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
         choice = choose(ticket.stages, self._fleet, self.costs)
         assert choice is not None  # the only node is open
@@ -547,16 +548,17 @@ class Pool:
             and self._memory_mib + self._claimed_mib + memory_mib <= self.policy.memory_mib
         )
 
+    def _claim(self, ticket: _Ticket, entries: int, memory_mib: float) -> None:
+        ticket.waited_for = "room"
+        self._claimed += entries
+        self._claimed_mib += memory_mib
+
     def _make_room(
         self, ticket: _Ticket, choice: Choice, *, entries: int = 1, memory_mib: float | None = None, but: str | None = None
     ) -> None:
         """Destroy what is idle and least missed, as far as what is being destroyed already is not enough, and keep the room."""
-        ticket.waited_for = "room"
-        self._claimed += entries
-        self._claimed_mib += ticket.memory_mib if memory_mib is None else memory_mib
-        patience_s = min(choice.expected_s, _MOST_PATIENCE_S)
-        is_patient = self._now_s - ticket.asked_s < patience_s
-        victims = self._victims(is_patient, but)
+        self._claim(ticket, entries, ticket.memory_mib if memory_mib is None else memory_mib)
+        victims = self._victims(ticket, min(_PATIENCE * choice.expected_s, _MOST_PATIENCE_S), but)
         while (
             self.size - self._leaving + self._claimed > self.policy.entries
             or self._memory_mib - self._leaving_mib + self._claimed_mib > self.policy.memory_mib
@@ -567,15 +569,21 @@ class Pool:
             self._take(victim)
             self._destroy(victim, f"its room is needed for a sandbox with the {ticket.stages[-1].name} stage of another spec")
 
-    def _victims(self, is_patient: bool, but: str | None) -> Iterator[_Entry]:
+    def _victims(self, ticket: _Ticket, patience_s: float, but: str | None) -> Iterator[_Entry]:
         """Idle sandboxes: those above their target first, then by how long they have been idle."""
 
         def rank(entry: _Entry) -> tuple[bool, float]:
             return (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s)
 
+        own = self._spec(ticket.stages[-1])
+        waited_s = (self._now_s - ticket.asked_s) / (1 + own.leased + own.making)
         idle = [entry for entry in self._entries.values() if entry.state == "idle" and entry.id != but] if self._idle else []
         for entry in sorted(idle, key=rank):
-            if not (is_patient and self._spec(entry.stage).waiting):
+            spec = self._spec(entry.stage)
+            head = spec.head()
+            is_awaited = head is not None and head.memory_mib <= entry.memory_mib  # so that somebody takes it otherwise
+            theirs_s = self._now_s - head.asked_s + patience_s if head is not None else 0.0
+            if not is_awaited or waited_s * (1 + spec.leased + spec.making) >= theirs_s:
                 yield entry
 
     def _trim(self) -> None:
