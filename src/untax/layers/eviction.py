@@ -6,6 +6,7 @@ a layer stays while any stage needs it, and a saved snapshot stays until it is r
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,45 +39,59 @@ def aged(uses: float, idle_s: float) -> float:
 
 
 def choose(candidates: Sequence[Candidate], layer_bytes: Mapping[str, int], wanted_bytes: int) -> list[str]:
-    """Keys to remove, in an order in which nothing loses what it stands on; together they free `wanted_bytes`, or all they can."""
-    chosen = _least_first(candidates, layer_bytes, wanted_bytes)
-    return _without_spare(chosen, candidates, layer_bytes, wanted_bytes)
+    """Keys to remove, in an order in which nothing loses what it stands on; together they free `wanted_bytes`, or all they can.
+
+    Stores have thousands of stages, so nothing here looks at all of them for each.
+    """
+    needs = _Needs(candidates, layer_bytes)
+    chosen = _least_first(candidates, needs, wanted_bytes)
+    return _without_spare(chosen, needs, wanted_bytes)
 
 
-def _least_first(candidates: Sequence[Candidate], layer_bytes: Mapping[str, int], wanted_bytes: int) -> list[Candidate]:
-    standing = {one.key: one for one in candidates}
+class _Needs:
+    """How many stages need each layer, and what is freed by those that no longer do."""
+
+    def __init__(self, candidates: Sequence[Candidate], layer_bytes: Mapping[str, int]) -> None:
+        self._bytes = layer_bytes
+        self._needed = Counter(layer for one in candidates for layer in dict.fromkeys(one.adds))
+        self.freed = 0
+
+    def drop(self, one: Candidate) -> None:
+        for layer in dict.fromkeys(one.adds):
+            self._needed[layer] -= 1
+            self.freed += self._bytes.get(layer, 0) if not self._needed[layer] else 0
+
+    def take_back(self, one: Candidate) -> None:
+        self.freed -= self.freed_by(one)
+        self._needed.update(dict.fromkeys(one.adds, 1))
+
+    def freed_by(self, one: Candidate) -> int:
+        """What of that is due to `one`, which was dropped, and to no other alone."""
+        return sum(self._bytes.get(layer, 0) for layer in dict.fromkeys(one.adds) if not self._needed[layer])
+
+
+def _least_first(candidates: Sequence[Candidate], needs: _Needs, wanted_bytes: int) -> list[Candidate]:
+    by_key = {one.key: one for one in candidates}
     children = Counter(one.parent for one in candidates)
-    needed = Counter(layer for one in candidates for layer in one.adds)
+    leaves = [(one.value, one.key) for one in candidates if not one.is_kept and not children[one.key]]
+    heapq.heapify(leaves)
     chosen: list[Candidate] = []
-    freed = 0
-    while freed < wanted_bytes:
-        leaves = [one for one in standing.values() if not one.is_kept and not children[one.key]]
-        if not leaves:
-            break
-        least = min(leaves, key=lambda one: (one.value, one.key))
-        del standing[least.key]
-        children[least.parent] -= 1
-        for layer in least.adds:
-            needed[layer] -= 1
-            freed += layer_bytes.get(layer, 0) if not needed[layer] else 0
+    while needs.freed < wanted_bytes and leaves:
+        least = by_key[heapq.heappop(leaves)[1]]
+        needs.drop(least)
         chosen.append(least)
+        children[least.parent] -= 1
+        parent = by_key.get(least.parent) if least.parent is not None else None
+        if parent is not None and not parent.is_kept and not children[parent.key]:
+            heapq.heappush(leaves, (parent.value, parent.key))
     return chosen
 
 
-def _without_spare(
-    chosen: list[Candidate], candidates: Sequence[Candidate], layer_bytes: Mapping[str, int], wanted_bytes: int
-) -> list[str]:
+def _without_spare(chosen: list[Candidate], needs: _Needs, wanted_bytes: int) -> list[str]:
     """Give back, dearest first, what was chosen on the way and turned out not to be needed."""
+    keys = dict.fromkeys(one.key for one in chosen)
     for one in sorted(chosen, key=lambda one: (-one.value, one.key)):
-        if one.parent is not None and any(other.key == one.parent for other in chosen):
-            continue
-        rest = [other for other in chosen if other is not one]
-        if _freed_by({other.key for other in rest}, candidates, layer_bytes) >= wanted_bytes:
-            chosen = rest
-    return [one.key for one in chosen]
-
-
-def _freed_by(keys: set[str], candidates: Sequence[Candidate], layer_bytes: Mapping[str, int]) -> int:
-    needed = {layer for one in candidates if one.key not in keys for layer in one.adds}
-    gone = {layer for one in candidates if one.key in keys for layer in one.adds}
-    return sum(layer_bytes.get(layer, 0) for layer in gone - needed)
+        if one.parent not in keys and needs.freed - needs.freed_by(one) >= wanted_bytes:
+            needs.take_back(one)
+            del keys[one.key]
+    return list(keys)

@@ -44,6 +44,7 @@ _WHO = "store"  # what errors name as the stage: it is none of the ladder's
 _PLACES = ("trees", "stages", "drafts", "damaged", *spares.PLACES)
 _USE = struct.Struct("<dd")  # how often it was used, as of when
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_AT_ONCE = 64  # layers that are taken away together: each holds a descriptor, and for each such number all records are read once
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +312,8 @@ class LayerStore:
         """Forget a stage, and remove those of its layers that nobody uses and no other stage needs. What stands on it stays."""
         record = self._read_record(require_key(key))
         with _told(self.root):
-            self._forget(key)
-            for layer_id in record.adds if record is not None else ():
-                self._remove_layer(layer_id)
+            self._forget((key,))
+            self._remove_layers(record.adds if record is not None else (), _Tally())
 
     def used(self, key: str) -> None:
         """Note that a stage was of use: what is used more is evicted later."""
@@ -507,51 +507,52 @@ class LayerStore:
         candidates = {one.key: one for one in self.candidates()}
         sizes = {layer.id: layer.bytes for layer in self.layers()}
         chosen = eviction.choose(list(candidates.values()), sizes, short)
-        for key in chosen:
-            self._forget(key)
-            freed.stages.append(key)
-            for layer_id in candidates[key].adds:
-                self._count_removed(layer_id, freed)
+        self._forget(chosen)
+        freed.stages += chosen
+        self._remove_layers([layer_id for key in chosen for layer_id in candidates[key].adds], freed)
         return bool(chosen)
 
     def _remove_unneeded(self, freed: _Tally) -> None:
-        needed = {layer_id for one in self._records() for layer_id in one.adds}
-        for layer_id in self._layer_ids():
-            if layer_id not in needed:
-                self._count_removed(layer_id, freed)
+        needed = self._needed()
+        self._remove_layers([layer_id for layer_id in self._layer_ids() if layer_id not in needed], freed)
 
-    def _count_removed(self, layer_id: str, freed: _Tally) -> None:
-        facts = self._facts(layer_id)
-        if self._remove_layer(layer_id):
-            freed.layers.append(layer_id)
-            freed.bytes += facts[0] if facts is not None else 0
+    def _needed(self) -> set[str]:
+        return {layer_id for one in self._records() for layer_id in one.adds}
 
-    def _remove_layer(self, layer_id: str) -> bool:
-        """Take a layer away unless somebody uses it or a record names it."""
-        path = self._tree_of(layer_id)
-        fd = try_exclusive(path / "lock")
-        if fd is None:
-            return False
-        try:
-            # Read again now that nobody can pin it: a record may have been written since the decision.
-            if any(layer_id in one.adds for one in self._records()):
-                return False
-            gone = self.root / "drafts" / f"gone-{secrets.token_hex(8)}"
-            os.rename(path, gone)
-            fcntl.flock(fd, fcntl.LOCK_SH)  # lets those who wait for it learn that it is gone, and still keeps sweepers off
-            fsync_directory(self.root / "trees")
-            remove_tree(gone)
-        finally:
-            os.close(fd)
-        return True
+    def _remove_layers(self, ids: Iterable[str], freed: _Tally) -> None:
+        """Take layers away unless somebody uses them or a record names them."""
+        rest = list(dict.fromkeys(ids))
+        while rest:
+            some, rest = rest[:_AT_ONCE], rest[_AT_ONCE:]
+            with contextlib.ExitStack() as stack:
+                held: dict[str, int] = {}
+                for layer_id in some:
+                    if (fd := try_exclusive(self._tree_of(layer_id) / "lock")) is not None:
+                        stack.callback(os.close, fd)
+                        held[layer_id] = fd
+                # Read again now that nobody can pin them: a record may have been written since the decision.
+                needed = self._needed() if held else set()
+                gone = [self._take_out(layer_id, fd, freed) for layer_id, fd in held.items() if layer_id not in needed]
+                if gone:
+                    fsync_directory(self.root / "trees")
+                for path in gone:
+                    remove_tree(path)
 
-    def _forget(self, key: str) -> None:
+    def _take_out(self, layer_id: str, lock_fd: int, freed: _Tally) -> Path:
+        facts = facts_in(self._tree_of(layer_id))
+        gone = self.root / "drafts" / f"gone-{secrets.token_hex(8)}"
+        os.rename(self._tree_of(layer_id), gone)
+        fcntl.flock(lock_fd, fcntl.LOCK_SH)  # lets those who wait for it learn that it is gone, and still keeps sweepers off
+        freed.layers.append(layer_id)
+        freed.bytes += facts[0] if facts is not None else 0
+        return gone
+
+    def _forget(self, keys: Iterable[str]) -> None:
         stages = self.root / "stages"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(stages / f"{key}.json")
-            fsync_directory(stages)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(stages / f"{key}.use")
+        for key in keys:
+            for name in (f"{key}.json", f"{key}.use"):
+                (stages / name).unlink(missing_ok=True)
+        fsync_directory(stages)
 
     def _layer_bytes(self) -> int:
         return sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)

@@ -72,3 +72,20 @@ def test_uses_fade():
     assert aged(8.0, HALF_LIFE_S) == 4.0
     assert aged(8.0, -5.0) == 8.0  # the clock was set back
     assert aged(8.0, 0.0) == 8.0
+
+
+def test_the_choice_among_thousands_looks_at_each_layer_a_few_times():
+    """A store of a training run has as many; a look at all of them for each would take minutes."""
+    looks = 0
+
+    class Counted(dict):
+        def get(self, key, default=None):
+            nonlocal looks
+            looks += 1
+            return super().get(key, default)
+
+    count = 3000
+    stages = [stage(f"k{n}", (f"l{n}", "shared"), parent=f"k{n - 1}" if n % 3 else None, cost_s=n % 97, uses=n % 13) for n in range(count)]
+
+    assert len(choose(stages, Counted({f"l{n}": 1000 for n in range(count)}), count * 900)) == count * 9 // 10
+    assert looks < 10 * count

@@ -492,6 +492,26 @@ def test_the_budget_is_kept_by_evicting_what_is_worth_least(root):
     assert os.listdir(root / "drafts") == []
 
 
+def test_many_layers_are_taken_away_with_few_looks_at_the_records(store, monkeypatch):
+    """Each look reads what every stage needs: one for each layer would take minutes in a store of thousands."""
+    for number in range(100):
+        add_stage(store, f"k{number}", str(number))
+    other = again(store)
+    looks = []
+    listed = other._keys
+
+    def keys():
+        looks.append(1)
+        return listed()
+
+    monkeypatch.setattr(other, "_keys", keys)
+    freed = other.evict(wanted_bytes=1 << 60)
+
+    assert len(freed.layers) == len(freed.stages) == 100
+    assert other.layers() == [] and os.listdir(other.root / "drafts") == []
+    assert len(looks) < 20
+
+
 def test_use_outweighs_cost(root):
     store = LayerStore(root, marks=MARKS)
     often, dear = add_stage(store, "often", "a", cost_s=1, size=1 << 20), add_stage(store, "dear", "b", cost_s=5, size=1 << 20)
