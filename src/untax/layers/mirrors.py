@@ -17,7 +17,7 @@ import random
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 from urllib.parse import unquote, urlsplit
@@ -45,7 +45,7 @@ class Origin:
 
     kind: Literal["http", "ssh", "path", "bundle"]
     url: str
-    authorization: str | None = None
+    authorization: str | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -69,10 +69,10 @@ _FORMS = "https://…, http://…, ssh://…, user@host:path, file:///…, the p
 def origin_of(url: str) -> Origin:
     """Read a repository's URL or path; `UsageError` for what is none of the forms."""
     if any(ord(c) < 0x20 or ord(c) == 0x7F for c in url):
-        raise UsageError(f"Repo.url {url!r} has control characters in it")
+        raise UsageError(f"Repo.url {_shown(url)!r} has control characters in it")
     if url.startswith("file://"):
         if urlsplit(url).netloc not in ("", "localhost"):
-            raise UsageError(f"Repo.url {url!r} names a file on another machine; the forms are: {_FORMS}")
+            raise UsageError(f"Repo.url {_shown(url)!r} names a file on another machine; the forms are: {_FORMS}")
         url = unquote(urlsplit(url).path)
     elif "://" not in url and os.path.exists(url):
         url = os.path.abspath(url)  # named from where this process works: the commit says what it is, wherever it lies
@@ -87,8 +87,7 @@ def origin_of(url: str) -> Origin:
     except ValueError as exc:
         raise UsageError(f"Repo.url: {exc}") from exc
     if where.scheme not in ("http", "https", "ssh") or not host or host.startswith("-") or " " in url:
-        safe = url if user is None else where._replace(netloc="…@" + where.netloc.rpartition("@")[2]).geturl()
-        raise UsageError(f"Repo.url {safe!r} is not known; the forms are: {_FORMS}")
+        raise UsageError(f"Repo.url {_shown(url)!r} is not known; the forms are: {_FORMS}")
     if where.scheme == "ssh":
         if password is not None:
             raise UsageError("Repo.url: ssh takes no password from a URL; use a key, or an agent")
@@ -97,6 +96,11 @@ def origin_of(url: str) -> Origin:
         return Origin("http", url)
     token = base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()
     return Origin("http", where._replace(netloc=where.netloc.rpartition("@")[2]).geturl(), f"Basic {token}")
+
+
+def _shown(url: str) -> str:
+    """Without whatever may be a password in it."""
+    return re.sub(r"^([A-Za-z0-9+.-]+://)?[^/]*@", r"\1…@", url)
 
 
 def without_password(repo: Repo) -> Repo:

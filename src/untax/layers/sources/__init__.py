@@ -19,6 +19,7 @@ from untax.core.errors import UsageError
 from untax.core.root import ImageConfig, Root
 from untax.core.stage import Identity
 from untax.layers._held import alone
+from untax.layers.sources._reference import shown_name
 
 if TYPE_CHECKING:
     from untax.layers.store import LayerStore
@@ -89,7 +90,7 @@ def find(image: str, *, cache: Path | None = None) -> Source | InPlace:
     """The source of an image by its name. `cache` is where the image `host` keeps what it prepares; `UsageError` for an unknown form."""
     scheme, _, name = image.partition(":")
     if scheme not in _MODULES or (scheme == "host") != (image == "host"):
-        raise UsageError(f"image {image!r} is not known; the forms are: {', '.join(FORMS)}")
+        raise UsageError(f"image {shown_name(image)!r} is not known; the forms are: {', '.join(FORMS)}")
     module = importlib.import_module(f"untax.layers.sources.{_MODULES[scheme]}")
     found: Source | InPlace = module.make(cache) if scheme == "host" else module.make(scheme, name)
     return found

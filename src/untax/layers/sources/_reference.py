@@ -69,6 +69,11 @@ class Reference:
 def parse_remote(text: str) -> Reference:
     """`[http[s]://]host[:port]/name[:tag][@digest]`; anything else is a `UsageError`. The host is never guessed."""
     found = _REMOTE.fullmatch(text) if len(text) <= _LONGEST else None
+    if found is None and _PASSWORD.match(text):
+        raise UsageError(
+            f"registry image {shown_name(text)!r} has a password in it, which a name never holds: log in to the registry (docker login, podman login), or name a "
+            "file of credentials in REGISTRY_AUTH_FILE"
+        )
     if found is None:
         raise UsageError(
             f"registry image {_shown(text)} is not host[:port]/name[:tag] or host[:port]/name@sha256:…; names are in lower case"
@@ -138,5 +143,15 @@ def _level(wanted: Platform) -> int:
     return int(found[1]) if found else lowest if not wanted.variant else 99
 
 
+# Somebody's mistake, as in registry:user:password@host/name. What follows the @ of a digest is never a host.
+_PASSWORD = re.compile(r"((?:[A-Za-z0-9+.-]+:)?(?://)?)[^/@]*:[^/@]*@(?!sha256:|sha512:)")
+
+
+def shown_name(text: str) -> str:
+    """A name as it may be shown: whatever may be a password in it is left out."""
+    text = _PASSWORD.sub(r"\1…@", text, count=1) if _PASSWORD.match(text) else text
+    return text if len(text) <= 80 else text[:80] + "…"
+
+
 def _shown(text: str) -> str:
-    return repr(text if len(text) <= 80 else text[:80] + "…")
+    return repr(shown_name(text))

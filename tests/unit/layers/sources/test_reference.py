@@ -3,6 +3,7 @@
 import pytest
 
 from untax.core.errors import UsageError
+from untax.layers.sources import find
 from untax.layers.sources._reference import Platform, is_loopback, parse_local, parse_remote
 
 SHA = "sha256:" + "a" * 64
@@ -109,3 +110,26 @@ def test_the_nearest_variant_that_runs_here_is_the_best():
     assert Platform("arm64", "v8").fit(Platform("arm64")) == 0
     assert Platform("amd64").fit(Platform("amd64", "v3")) is None
     assert Platform("amd64").fit(Platform("amd64", "odd")) is None
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "registry:user:s3cr3t@host.example/name:tag",
+        "registry:https://user:s3cr3t@host.example/name",
+        "docker:user:s3cr3t@host/name",
+        "https://user:s3cr3t@host.example/name",
+        "user:s3cr3t@host.example/name",
+    ],
+)
+def test_a15_a_password_in_a_name_is_refused_and_not_repeated(image):
+    """Errors are logged, and shown to others than whoever wrote the name."""
+    with pytest.raises(UsageError) as told:
+        find(image)
+    assert "s3cr3t" not in str(told.value)
+    assert "@host" in str(told.value)
+
+
+def test_a_digest_in_a_name_that_is_wrong_otherwise_is_shown():
+    with pytest.raises(UsageError, match="h/n:Tag!@sha256:00"):
+        find("registry:h/n:Tag!@sha256:00")
