@@ -669,6 +669,21 @@ async def test_t8_nothing_that_a_repository_says_is_run(history, stages, tmp_pat
     assert marker.exists(), "an ordinary git would have run something"
 
 
+async def test_t8_a_repository_that_lacks_objects_fetches_them_from_nowhere(history, stages, tmp_path):
+    """A partial clone names where the rest is and by which program to get it; git that serves it would run that, as this user."""
+    hostile = tmp_path / "partial.git"
+    upload = "git -c uploadpack.allowFilter=true upload-pack"
+    run_git("clone", "-q", "--bare", "--filter=blob:none", f"--upload-pack={upload}", f"file://{history.bare}", str(hostile), cwd=tmp_path)
+    marker = tmp_path / "marker"
+    run_git("config", "remote.origin.uploadpack", f"touch {marker}; git-upload-pack", cwd=hostile)
+
+    with pytest.raises(StageFailed):
+        await stages.repo_tree(Repo(str(hostile), history.base))
+    assert not marker.exists()
+    run_git("cat-file", "-p", f"{history.base}:run.sh", cwd=hostile)
+    assert marker.exists(), "an ordinary git in there would have run it"
+
+
 def _tree(work: Path, entries: list[tuple[str, str, str]]) -> str:
     """A tree that git itself may not want to write."""
     (work / "raw").write_bytes(b"".join(f"{mode} {name}".encode() + b"\0" + bytes.fromhex(oid) for mode, name, oid in entries))
