@@ -24,9 +24,10 @@ from untax.core.stage import Stage
 from untax.pool import events as ev
 from untax.pool.admission import Admission
 from untax.pool.costs import Costs
-from untax.pool.placement import Choice, Fleet, choose
+from untax.pool.placement import Choice, choose
+from untax.pool.starts import Start, Starts
+from untax.pool.stock import Entry, Stock
 
-_HERE = ""  # the only node of a pool's fleet
 # A ticket takes the room of what another waits for only when it has waited longer than that one, in proportion to what their
 # specs have, by ten times what its own start takes, and by no more than a second: replacing sandboxes is then a tenth of the work.
 _PATIENCE, _MOST_PATIENCE_S = 10.0, 1.0
@@ -82,37 +83,6 @@ class _Ticket:
 
 
 @dataclass(slots=True)
-class _Entry:
-    id: str
-    stages: tuple[Stage, ...]
-    """Those that it may stand on when it comes back."""
-    stage: Stage
-    memory_mib: float
-    state: Literal["idle", "leased", "leaving"]
-    since_s: float
-    order: int | None = None
-    """The order it came of, until it is handed out for the first time."""
-    ordered_s: float = 0.0
-    for_ticket: bool = False
-    spec: str | None = None
-    """The uppermost stage key of the ticket that has it."""
-    ticket: str | None = None
-    is_dead: bool = False
-    is_upgraded: bool = False
-
-
-@dataclass(slots=True)
-class _Start:
-    """Something that is being started: a sandbox, or stages added to one."""
-
-    since_s: float
-    missing: tuple[Stage, ...]
-    is_heavy: bool
-    at_once: int
-    create: ev.Create | None = None
-
-
-@dataclass(slots=True)
 class _Spec:
     """All that is known of one uppermost stage."""
 
@@ -125,6 +95,11 @@ class _Spec:
     failures: int = 0
     not_before_s: float = -math.inf
     no_refill_before_s: float = -math.inf
+
+    @property
+    def share(self) -> int:
+        """What it has, counted so that nothing is one."""
+        return 1 + self.leased + self.making
 
     def head(self) -> _Ticket | None:
         while self.queue and self.queue[0][1].state != "waiting":
@@ -143,22 +118,16 @@ class Pool:
         if self.policy.fewest_starting < 2:
             raise ValueError("fewest_starting is at least 2: one for what takes long, one for what does not")
         self.admission = Admission(first=self.policy.first_starting, floor=self.policy.fewest_starting, ceiling=self.policy.most_starting)
-        self._fleet = Fleet()
-        self._fleet.add_node(_HERE)
+        self._stock = Stock(entries=self.policy.entries, memory_mib=self.policy.memory_mib)
+        self._starts = Starts(self.admission, self.costs, shares_stages=self.policy.shares_stages)
         self._specs: dict[str, _Spec] = {}
         self._tickets: dict[str, _Ticket] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._starts: dict[int | str, _Start] = {}  # by order number, or by ticket for an upgrade
         self._deadlines: list[tuple[float, int, _Ticket]] = []
         self._queued: dict[str, _Spec] = {}  # those with somebody waiting
         self._targets: dict[str, _Spec] = {}  # those with a target
         self._failing: dict[str, _Spec] = {}  # those whose last start failed
-        self._making = 0
-        self._idle = 0
+        self._cut_off: dict[str, str] = {}  # tickets that were refused during an upgrade, and the sandbox that is still theirs
         self._trim_due_s = math.inf
-        self._memory_mib = 0.0  # of all entries and of what is being made
-        self._leaving = 0
-        self._leaving_mib = 0.0
         self._now_s = -math.inf
         self._seq = 0
         self._orders: list[ev.Order] = []
@@ -177,8 +146,8 @@ class Pool:
             ev.Returned: self._returned,
             ev.Died: self._died,
             ev.Gone: self._gone,
-            ev.Stored: lambda event: self._fleet.stored(_HERE, event.key),
-            ev.Evicted: lambda event: self._fleet.evicted(_HERE, event.key),
+            ev.Stored: lambda event: self._stock.stored(event.key),
+            ev.Evicted: lambda event: self._stock.evicted(event.key),
             ev.Resized: self._resized,
             ev.Tick: lambda _: None,
             ev.Closed: self._closed,
@@ -191,6 +160,7 @@ class Pool:
         self._orders = []
         self._now_s = max(self._now_s, event.now_s)
         self._handlers[type(event)](event)
+        self._claimed, self._claimed_mib = 0, 0.0
         if self._queued:
             self._serve()
         self._expire()
@@ -224,11 +194,11 @@ class Pool:
     @property
     def size(self) -> int:
         """Sandboxes that there are, in whatever state, with those that are being made."""
-        return len(self._entries) + self._making
+        return len(self._stock)
 
     @property
     def memory_mib(self) -> float:
-        return self._memory_mib
+        return self._stock.memory_mib
 
     @property
     def waiting(self) -> int:
@@ -236,11 +206,11 @@ class Pool:
 
     def idle_at(self, key: str) -> int:
         """Idle sandboxes with this stage uppermost."""
-        return self._fleet.idle_at(key)
+        return self._stock.idle_at(key)
 
     def standings(self) -> list[Standing]:
         return [
-            Standing(spec.stage, self._fleet.idle_at(key), spec.leased, spec.making, spec.waiting, spec.target.count if spec.target else 0)
+            Standing(spec.stage, self._stock.idle_at(key), spec.leased, spec.making, spec.waiting, spec.target.count if spec.target else 0)
             for key, spec in self._specs.items()
         ]
 
@@ -268,21 +238,19 @@ class Pool:
             self._finish(ticket)
 
     def _made(self, event: ev.Made) -> None:
-        start, create = self._end_create(event.order)
-        if event.entry in self._entries:
+        if self._stock.get(event.entry) is not None:
             raise ValueError(f"{event.entry!r} is there already")
+        start, create = self._end_create(event.order)
+        self._starts.measured(start, self._now_s)
         spec = self._spec(create.stages[-1])
         spec.failures, spec.not_before_s, spec.no_refill_before_s = 0, -math.inf, -math.inf
         self._failing.pop(spec.stage.key, None)
-        kind = "create" if not start.missing else start.missing[-1].key
-        self.admission.observe(kind, self._now_s - start.since_s, start.at_once)
         if self.policy.shares_stages:
             for stage in create.stages:
-                self._fleet.stored(_HERE, stage.key)
-        self._memory_mib += create.memory_mib
-        entry = _Entry(event.entry, create.stages, create.stages[-1], create.memory_mib, "leased", self._now_s)
+                self._stock.stored(stage.key)
+        entry = Entry(event.entry, create.stages, create.stages[-1], create.memory_mib)
         entry.order, entry.ordered_s, entry.for_ticket = create.order, start.since_s, create.ticket is not None
-        self._entries[entry.id] = entry
+        self._stock.add(entry)
         if self._is_closed:
             self._destroy(entry, "the pool is closed")
         else:
@@ -299,7 +267,7 @@ class Pool:
     def _bound(self, event: ev.Bound) -> None:
         ticket = self._tickets.get(event.ticket)
         if ticket is None:
-            return  # refused at its deadline just before: what it holds comes back with `Returned`
+            return  # refused at its deadline just before: what it has comes back with `Returned`
         if ticket.state != "binding":
             raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
         assert ticket.entry is not None
@@ -309,16 +277,19 @@ class Pool:
     def _rejected(self, event: ev.Rejected) -> None:
         ticket = self._tickets.get(event.ticket)
         if ticket is None:
+            if (name := self._cut_off.get(event.ticket)) is not None:
+                self._give_back(self._stock[name])
+                self._destroy(self._stock[name], event.why)
             return
         if ticket.state != "binding":
             raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
         assert ticket.entry is not None
-        entry = self._entries[ticket.entry]
+        entry = self._stock[ticket.entry]
         was_parked = entry.order is None and ticket.id not in self._starts
         self._end_upgrade(ticket, is_done=False)
-        self._unlease(entry)
-        self._destroy(entry, event.why)
         ticket.entry = None
+        self._give_back(entry)
+        self._destroy(entry, event.why)
         if self._is_closed:
             self._refuse(ticket, "the pool is closed", "closed")
             return
@@ -329,14 +300,10 @@ class Pool:
             self._charge(ticket, event.why)
 
     def _returned(self, event: ev.Returned) -> None:
-        entry = self._entries.get(event.entry)
+        entry = self._stock.get(event.entry)
         if entry is None or entry.state != "leased":
             raise ValueError(f"{event.entry!r} is not leased")
-        ticket = self._tickets.get(entry.ticket) if entry.ticket is not None else None
-        if ticket is not None and ticket.entry == entry.id:  # it never was bound
-            self._end_upgrade(ticket, is_done=False)
-            self._finish(ticket)
-        self._unlease(entry)
+        self._give_back(entry)
         stage = None if entry.is_upgraded else entry.stage
         if event.at is not None:
             stage = next((stage for stage in entry.stages if stage.key == event.at), None)
@@ -355,25 +322,19 @@ class Pool:
             self._park(entry)
 
     def _died(self, event: ev.Died) -> None:
-        entry = self._entries.get(event.entry)
+        entry = self._stock.get(event.entry)
         if entry is None or entry.state == "leaving":
             return
         if entry.state == "leased":
             entry.is_dead = True
-            return
-        self._take(entry)
-        self._destroy(entry, "it died while it was idle")
+        else:
+            self._destroy(entry, "it died while it was idle")
 
     def _gone(self, event: ev.Gone) -> None:
-        entry = self._entries.get(event.entry)
+        entry = self._stock.get(event.entry)
         if entry is None or entry.state != "leaving":
             raise ValueError(f"{event.entry!r} is not being destroyed")
-        del self._entries[entry.id]
-        self._memory_mib -= entry.memory_mib
-        self._leaving -= 1
-        self._leaving_mib -= entry.memory_mib
-        if not self._entries and not self._making:
-            self._memory_mib = self._leaving_mib = 0.0  # what rounding left over
+        self._stock.gone(entry)
 
     def _resized(self, event: ev.Resized) -> None:
         for spec in self._targets.values():
@@ -391,15 +352,13 @@ class Pool:
         for ticket in [ticket for ticket in self._tickets.values() if ticket.state == "waiting"]:
             self._leave_queue(ticket)
             self._refuse(ticket, "the pool is closed", "closed")
-        for entry in [entry for entry in self._entries.values() if entry.state == "idle"]:
-            self._take(entry)
+        for entry in self._stock.all_idle():
             self._destroy(entry, "the pool is closed")
 
     # ---- tickets ----
 
     def _serve(self) -> None:
         """Serve the tickets, those first that have waited longest for their spec's share; the rest keeps waiting."""
-        self._claimed, self._claimed_mib = 0, 0.0
         turns = [self._turn(spec, head) for spec in self._queued.values() if (head := spec.head()) is not None]
         heapq.heapify(turns)
         while turns:
@@ -410,13 +369,12 @@ class Pool:
                 heapq.heappush(turns, self._turn(spec, head))
 
     def _turn(self, spec: _Spec, head: _Ticket) -> tuple[float, int, str]:
-        waited_s = self._now_s - head.asked_s
-        return (-waited_s / (1 + spec.leased + spec.making), head.seq, spec.stage.key)
+        return (-(self._now_s - head.asked_s) / spec.share, head.seq, spec.stage.key)
 
     def _serve_one(self, spec: _Spec, ticket: _Ticket) -> bool:
         """Whether something was done, so that the spec may have another turn; if not, what the ticket waits for is noted."""
-        if self._fleet.idle_at(spec.stage.key):
-            return self._hand_out(ticket, choose(ticket.stages[-1:], self._fleet, self.costs, can_create=False))
+        if self._stock.idle_at(spec.stage.key):
+            return self._hand_out(ticket, choose(ticket.stages[-1:], self._stock.fleet, self.costs, can_create=False))
         if spec.making >= spec.waiting:
             ticket.waited_for = "a sandbox that was being made"
             return False
@@ -425,22 +383,22 @@ class Pool:
         if spec.not_before_s > self._now_s:
             ticket.waited_for = "another attempt, after one that failed"
             return False
-        if len(self._starts) >= self.admission.cap:
+        if self._starts.free <= 0:
             ticket.waited_for = "a place among those that start"
             return False
-        if not self._idle and not self._has_room(1, ticket.memory_mib):
+        if not self._stock.idle and not self._has_room(1, ticket.memory_mib):
             self._claim(ticket, 1, ticket.memory_mib)
             return False
-        self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
-        choice = choose(ticket.stages, self._fleet, self.costs)
+        self._stock.set_load(self._starts.load)
+        choice = choose(ticket.stages, self._stock.fleet, self.costs)
         assert choice is not None  # the only node is open
         if choice.entry is None and not self._has_room(1, ticket.memory_mib):
-            idle = choose(ticket.stages, self._fleet, self.costs, can_create=False) if self._idle else None
+            idle = choose(ticket.stages, self._stock.fleet, self.costs, can_create=False)
             if idle is None or idle.expected_s > choice.expected_s + self.costs.of("reset"):
                 self._make_room(ticket, choice)
                 return False
             choice = idle
-        if (busy := self._may_not_start(choice.missing)) is not None:
+        if (busy := self._starts.in_the_way(choice.missing)) is not None:
             ticket.waited_for = busy
             return False
         if choice.entry is not None:
@@ -451,17 +409,13 @@ class Pool:
 
     def _hand_out(self, ticket: _Ticket, choice: Choice | None) -> bool:
         assert choice is not None and choice.entry is not None and choice.start is not None
-        entry = self._entries[choice.entry]
+        entry = self._stock[choice.entry]
         more_mib = max(0.0, ticket.memory_mib - entry.memory_mib)
         if more_mib and not self._has_room(0, more_mib):
             self._make_room(ticket, choice, entries=0, memory_mib=more_mib, but=entry.id)
             return False
-        self._take(entry)
-        self._memory_mib += more_mib
-        entry.memory_mib += more_mib
         self._leave_queue(ticket)
-        spec = self._spec(ticket.stages[-1])
-        spec.leased += 1
+        self._spec(ticket.stages[-1]).leased += 1
         is_cold = not choice.missing and entry.for_ticket and entry.order is not None and entry.ordered_s >= ticket.asked_s
         kind: ev.Kind = "cold" if is_cold else choice.kind if choice.missing else "exact"
         waited_s = self._now_s - ticket.asked_s
@@ -469,21 +423,18 @@ class Pool:
         waited_for = (ticket.waited_for or "those who came before it") if waited_s > 0 else ""
         order = entry.order if is_cold else None
         self._orders.append(ev.HandOut(ticket.id, entry.id, choice.missing, kind, waited_s, waited_for, why, entry.stage, order))
-        entry.state, entry.spec, entry.since_s = "leased", spec.stage.key, self._now_s
-        entry.ticket, entry.stages = ticket.id, ticket.stages
+        self._stock.lend(entry, ticket.id, ticket.stages, more_mib=more_mib, is_upgraded=bool(choice.missing))
         ticket.state, ticket.entry = "binding", entry.id
         if choice.missing:
-            entry.is_upgraded = True
-            self._begin(ticket.id, choice.missing, None)
+            self._starts.begin(ticket.id, self._now_s, choice.missing, None)
         return True
 
     def _create(self, stages: tuple[Stage, ...], ticket: _Ticket | None, choice: Choice, memory_mib: float) -> None:
         self._seq += 1
         create = ev.Create(self._seq, stages, ticket.id if ticket else None, choice.start, choice.missing, choice.why, memory_mib)
         self._spec(stages[-1]).making += 1
-        self._making += 1
-        self._memory_mib += memory_mib
-        self._begin(create.order, choice.missing, create)
+        self._stock.order(memory_mib)
+        self._starts.begin(create.order, self._now_s, choice.missing, create)
         self._orders.append(create)
 
     def _expire(self) -> None:
@@ -496,12 +447,14 @@ class Pool:
             elif ticket.state == "binding" and ticket.id in self._starts:
                 missing = ", ".join(stage.name for stage in self._starts[ticket.id].missing)
                 self._end_upgrade(ticket, is_done=False)
+                assert ticket.entry is not None
+                self._cut_off[ticket.id] = ticket.entry
                 self._refuse(ticket, f"adding the missing stages ({missing}) was not done within {waited_s:.3g} s", "deadline")
 
     def _doing(self, ticket: _Ticket) -> str:
         spec = self._spec(ticket.stages[-1])
         return (
-            f"{len(self._entries)} sandboxes of at most {self.policy.entries}, {len(self._starts)} starting of at most "
+            f"{self.size} sandboxes of at most {self.policy.entries}, {len(self._starts)} starting of at most "
             f"{self.admission.cap}, {spec.making} of them for this spec, {spec.waiting} still waiting for it"
         )
 
@@ -526,7 +479,11 @@ class Pool:
         heapq.heappush(spec.queue, (ticket.seq, ticket))
         spec.waiting += 1
         self._queued[spec.stage.key] = spec
-        heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))  # again, since it may have been passed while binding
+        if ticket.deadline_s < math.inf:  # perhaps once more: it may have been passed over while it was binding
+            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))
+        if len(self._deadlines) > 64 + 4 * len(self._tickets):
+            self._deadlines = [item for item in self._deadlines if item[2].state != "done"]
+            heapq.heapify(self._deadlines)
 
     def _leave_queue(self, ticket: _Ticket) -> None:
         ticket.state = "done"
@@ -543,10 +500,8 @@ class Pool:
     # ---- room ----
 
     def _has_room(self, entries: int, memory_mib: float) -> bool:
-        return (
-            self.size + self._claimed + entries <= self.policy.entries
-            and self._memory_mib + self._claimed_mib + memory_mib <= self.policy.memory_mib
-        )
+        """Beside what is claimed by those who come before."""
+        return self._stock.has_room(self._claimed + entries, self._claimed_mib + memory_mib)
 
     def _claim(self, ticket: _Ticket, entries: int, memory_mib: float) -> None:
         ticket.waited_for = "room"
@@ -559,31 +514,25 @@ class Pool:
         """Destroy what is idle and least missed, as far as what is being destroyed already is not enough, and keep the room."""
         self._claim(ticket, entries, ticket.memory_mib if memory_mib is None else memory_mib)
         victims = self._victims(ticket, min(_PATIENCE * choice.expected_s, _MOST_PATIENCE_S), but)
-        while (
-            self.size - self._leaving + self._claimed > self.policy.entries
-            or self._memory_mib - self._leaving_mib + self._claimed_mib > self.policy.memory_mib
-        ):
+        while not self._stock.has_room(self._claimed, self._claimed_mib, in_time=True):
             victim = next(victims, None)
             if victim is None:
                 return
-            self._take(victim)
             self._destroy(victim, f"its room is needed for a sandbox with the {ticket.stages[-1].name} stage of another spec")
 
-    def _victims(self, ticket: _Ticket, patience_s: float, but: str | None) -> Iterator[_Entry]:
+    def _victims(self, ticket: _Ticket, patience_s: float, but: str | None) -> Iterator[Entry]:
         """Idle sandboxes: those above their target first, then by how long they have been idle."""
 
-        def rank(entry: _Entry) -> tuple[bool, float]:
+        def rank(entry: Entry) -> tuple[bool, float]:
             return (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s)
 
-        own = self._spec(ticket.stages[-1])
-        waited_s = (self._now_s - ticket.asked_s) / (1 + own.leased + own.making)
-        idle = [entry for entry in self._entries.values() if entry.state == "idle" and entry.id != but] if self._idle else []
-        for entry in sorted(idle, key=rank):
+        waited_s = (self._now_s - ticket.asked_s) / self._spec(ticket.stages[-1]).share
+        for entry in sorted(self._stock.all_idle(), key=rank):
             spec = self._spec(entry.stage)
             head = spec.head()
             is_awaited = head is not None and head.memory_mib <= entry.memory_mib  # so that somebody takes it otherwise
             theirs_s = self._now_s - head.asked_s + patience_s if head is not None else 0.0
-            if not is_awaited or waited_s * (1 + spec.leased + spec.making) >= theirs_s:
+            if entry.id != but and (not is_awaited or waited_s * spec.share >= theirs_s):
                 yield entry
 
     def _trim(self) -> None:
@@ -591,86 +540,69 @@ class Pool:
         self._trim_due_s = math.inf
         for spec in self._specs.values():
             while self._surplus(spec) > 0:
-                oldest = self._entries[next(self._fleet.idle(_HERE, spec.stage.key))]
+                oldest = self._stock.longest_idle(spec.stage.key)
                 if oldest.since_s + self.policy.linger_s > self._now_s:
                     self._trim_due_s = min(self._trim_due_s, oldest.since_s + self.policy.linger_s)
                     break
-                self._take(oldest)
                 self._destroy(oldest, f"idle for {self._now_s - oldest.since_s:.3g} s, above the target")
 
     def _surplus(self, spec: _Spec) -> int:
-        return self._fleet.idle_at(spec.stage.key) - (spec.target.count if spec.target else 0)
+        return self._stock.idle_at(spec.stage.key) - (spec.target.count if spec.target else 0)
 
     def _refill(self) -> None:
         """Bring what is idle up to the targets, the emptiest first, after all tickets."""
         if self._claimed or self._claimed_mib:
             return
-        while len(self._starts) + 1 < self.admission.cap:
+        while self._starts.free > 1:
             short = [
-                (self._stock(spec) / spec.target.count, spec.stage.key)
+                (self._in_store(spec) / spec.target.count, spec.stage.key)
                 for spec in self._targets.values()
-                if spec.target is not None and self._stock(spec) < spec.target.count and spec.no_refill_before_s <= self._now_s
+                if spec.target is not None and self._in_store(spec) < spec.target.count and spec.no_refill_before_s <= self._now_s
             ]
             if not any(self._refill_one(self._specs[key]) for _, key in sorted(short)):
                 return
 
-    def _stock(self, spec: _Spec) -> int:
+    def _in_store(self, spec: _Spec) -> int:
         """What is idle or will be, less what waits for it."""
-        return self._fleet.idle_at(spec.stage.key) + spec.making - spec.waiting
+        return self._stock.idle_at(spec.stage.key) + spec.making - spec.waiting
 
     def _refill_one(self, spec: _Spec) -> bool:
         target = spec.target
         assert target is not None
         if not self._has_room(1, target.memory_mib):
+            self._displace(spec, target)
             return False
-        self._fleet.node(_HERE).load = len(self._starts) / self.admission.cap
-        choice = choose(target.stages, self._fleet, self.costs, can_take=False)
+        self._stock.set_load(self._starts.load)
+        choice = choose(target.stages, self._stock.fleet, self.costs, can_take=False)
         assert choice is not None
-        if self._may_not_start(choice.missing) is not None:
+        if self._starts.in_the_way(choice.missing) is not None:
             return False
         self._create(target.stages, None, choice, target.memory_mib)
         return True
 
+    def _displace(self, spec: _Spec, target: ev.Target) -> None:
+        """What lingers above its target gives way to what is below."""
+        if self._stock.has_room(1, target.memory_mib, in_time=True):
+            return
+        surplus = [entry for entry in self._stock.all_idle() if self._surplus(self._spec(entry.stage)) > 0]
+        if surplus:
+            self._destroy(min(surplus, key=lambda entry: entry.since_s), f"above its target, and the {spec.stage.name} stage is below")
+
     # ---- starting ----
 
-    def _may_not_start(self, missing: tuple[Stage, ...]) -> str | None:
-        """What is in the way."""
-        if len(self._starts) >= self.admission.cap:
-            return "a place among those that start"
-        if not missing:
-            return None
-        if self.policy.shares_stages:
-            keys = {stage.key for stage in missing}
-            for start in self._starts.values():
-                if any(stage.key in keys for stage in start.missing):  # who waits for it begins with its layer
-                    return "a stage that was being built for another"
-        heavy = sum(start.is_heavy for start in self._starts.values())
-        if self._is_heavy(missing) and heavy >= max(1, self.admission.cap // 2):
-            return "a place among those that build"
-        return None
-
-    def _is_heavy(self, missing: tuple[Stage, ...]) -> bool:
-        return sum(self.costs.of_stage(stage) for stage in missing) > self.costs.of("create")
-
-    def _begin(self, id: int | str, missing: tuple[Stage, ...], create: ev.Create | None) -> None:  # noqa: A002
-        self._starts[id] = _Start(self._now_s, missing, self._is_heavy(missing), 0, create)
-        for start in self._starts.values():
-            start.at_once = max(start.at_once, len(self._starts))
-
-    def _end_create(self, order: int) -> tuple[_Start, ev.Create]:
-        start = self._starts.pop(order, None)
+    def _end_create(self, order: int) -> tuple[Start, ev.Create]:
+        start = self._starts.end(order)
         if start is None or start.create is None:
             raise ValueError(f"order {order} is not being carried out")
         self._spec(start.create.stages[-1]).making -= 1
-        self._making -= 1
-        self._memory_mib -= start.create.memory_mib
+        self._stock.order_ended(start.create.memory_mib)
         return start, start.create
 
     def _end_upgrade(self, ticket: _Ticket, *, is_done: bool) -> None:
-        start = self._starts.pop(ticket.id, None)
+        start = self._starts.end(ticket.id)
         if start is not None and is_done and self.policy.shares_stages:
             for stage in start.missing:
-                self._fleet.stored(_HERE, stage.key)
+                self._stock.stored(stage.key)
 
     def _back_off(self, spec: _Spec) -> None:
         backoff_s = _FIRST_BACKOFF_S * 2**spec.failures
@@ -681,26 +613,24 @@ class Pool:
 
     # ---- entries ----
 
-    def _park(self, entry: _Entry) -> None:
-        entry.state, entry.since_s, entry.spec = "idle", self._now_s, None
+    def _park(self, entry: Entry) -> None:
         self._spec(entry.stage)
-        self._fleet.park(entry.id, _HERE, entry.stage.key)
-        self._idle += 1
+        self._stock.park(entry, self._now_s)
         self._trim_due_s = min(self._trim_due_s, self._now_s + self.policy.linger_s)
 
-    def _take(self, entry: _Entry) -> None:
-        self._fleet.take(entry.id)
-        self._idle -= 1
-
-    def _unlease(self, entry: _Entry) -> None:
-        assert entry.spec is not None
+    def _give_back(self, entry: Entry) -> None:
+        """It is leased no more; a ticket that it was never bound to has ended, unless it waits again."""
+        assert entry.spec is not None and entry.ticket is not None
+        ticket = self._tickets.get(entry.ticket)
+        if ticket is not None and ticket.entry == entry.id:
+            self._end_upgrade(ticket, is_done=False)
+            self._finish(ticket)
+        self._cut_off.pop(entry.ticket, None)
         self._specs[entry.spec].leased -= 1
         entry.spec = entry.ticket = None
 
-    def _destroy(self, entry: _Entry, why: str) -> None:
-        entry.state = "leaving"
-        self._leaving += 1
-        self._leaving_mib += entry.memory_mib
+    def _destroy(self, entry: Entry, why: str) -> None:
+        self._stock.leave(entry)
         self._orders.append(ev.Destroy(entry.id, why))
 
     def _spec(self, stage: Stage) -> _Spec:
@@ -712,7 +642,7 @@ class Pool:
     def _forget(self) -> None:
         """Specs that nothing is left of."""
         for key, spec in list(self._specs.items()):
-            is_in_use = spec.waiting or spec.making or spec.leased or spec.target or self._fleet.idle_at(key)
+            is_in_use = spec.waiting or spec.making or spec.leased or spec.target or self._stock.idle_at(key)
             if not is_in_use and spec.not_before_s <= self._now_s:
                 del self._specs[key]
                 self._failing.pop(key, None)

@@ -130,8 +130,7 @@ def test_a_dead_idle_sandbox_is_replaced_and_a_dead_leased_one_destroyed_when_it
     pool.handle(Gone(1.0, entry))
 
     idle = lease(pool, "t2", now=2.0)
-    pool.handle(Resized(2.0, (Target(DEPS_A, 1),)))
-    (refill,) = [order for order in pool.handle(Tick(2.0)) if isinstance(order, Create)] or [pool._starts[k].create for k in pool._starts]
+    (refill,) = pool.handle(Resized(2.0, (Target(DEPS_A, 1),)))
     pool.handle(Made(2.5, refill.order, "r1"))
     pool.handle(Returned(2.5, idle, clean=True))
 
@@ -177,6 +176,25 @@ def test_a_stage_is_built_once_for_all_that_wait_for_it():
     orders = pool.handle(Made(30.0, orders[0].order, "e0"))
     assert kinds(orders) == [HandOut] + [Create] * 64
     assert all(not order.missing for order in orders[1:])
+
+
+def test_specs_that_share_nothing_do_not_wait_for_each_other():
+    pool = ready(stored=[])
+
+    assert kinds(ask(pool, "t1", ladder("x"))) == [Create]
+    assert kinds(ask(pool, "t2", ladder("y"))) == [Create]
+
+
+def test_what_becomes_stored_during_a_build_is_used_by_the_next_one_at_once():
+    """The image is there while the set-up of the first spec still runs: the second one's need not wait for that."""
+    pool = ready(stored=[])
+    ask(pool, "t1", DEPS_A)
+    assert ask(pool, "t2", DEPS_B) == []
+    for stage in REPO[:-1]:
+        assert pool.handle(Stored(1.0, stage.key)) == []
+    (create,) = pool.handle(Stored(2.0, REPO[-1].key))
+
+    assert (create.ticket, create.start, create.missing) == ("t2", REPO[-1], DEPS_B[-1:])
 
 
 def test_without_shared_stages_each_sandbox_is_built_for_itself():
@@ -294,9 +312,9 @@ def test_refills_come_after_tickets_and_leave_a_place_free():
     assert create.ticket == "t1"
 
     assert ask(pool, "t2", DEPS_B) == []
-    (given,) = [order for order in pool.handle(Made(1.0, create.order, "e1")) if isinstance(order, HandOut)]
-    assert given.ticket == "t1"
-    assert any(start.create is not None and start.create.ticket == "t2" for start in pool._starts.values())
+    given, next_one = pool.handle(Made(1.0, create.order, "e1"))
+    assert (type(given), given.ticket) == (HandOut, "t1")
+    assert (type(next_one), next_one.ticket) == (Create, "t2")
 
 
 def test_a_refill_that_is_under_way_serves_a_ticket_that_comes_meanwhile():
@@ -323,6 +341,60 @@ def test_a_target_of_zero_during_leases_destroys_nothing_that_is_leased():
 
     orders = pool.handle(Returned(2.0, given.entry, clean=True))
     assert kinds(orders) == [Destroy]
+
+
+def test_what_lingers_gives_way_to_what_is_below_its_target():
+    pool = ready(Policy(entries=2))
+    for entry in (lease(pool, "t1"), lease(pool, "t2")):
+        pool.handle(Returned(1.0, entry, clean=True))
+    orders = pool.handle(Resized(2.0, (Target(DEPS_A, 1), Target(OTHER, 1))))
+    assert [type(order) for order in orders] == [Destroy]
+    (create,) = pool.handle(Gone(2.0, orders[0].entry))
+
+    assert (create.ticket, create.stages) == (None, OTHER)
+    assert pool.handle(Tick(3.0)) == []
+
+
+def test_a_claim_ends_with_the_ticket_that_made_it():
+    pool = ready(Policy(memory_mib=100.0, linger_s=math.inf))
+    (create,) = ask(pool, "t1", mib=60.0)
+    pool.handle(Made(0.0, create.order, "e1"))
+    pool.handle(Bound(0.0, "t1"))
+    assert ask(pool, "large", OTHER, mib=60.0) == []
+    assert pool.handle(Resized(1.0, (Target(REPO, 1, 10.0),))) == []
+
+    assert kinds(pool.handle(Withdrawn(2.0, "large"))) == [Create]
+
+
+def test_a_wait_says_what_for():
+    pool = ready(Policy(entries=1))
+    entry = lease(pool, "t1")
+    ask(pool, "t2", now=1.0)
+    (given,) = pool.handle(Returned(4.0, entry, clean=True))
+    assert (given.waited_s, given.waited_for) == (3.0, "room")
+
+    pool = ready(stored=[])
+    (create,) = ask(pool, "t1")
+    ask(pool, "t2")
+    _, create = pool.handle(Made(30.0, create.order, "e1"))
+    (given,) = pool.handle(Made(30.5, create.order, "e2"))
+    assert (given.ticket, given.kind, given.waited_for) == ("t2", "cold", "the sandbox that was made for it")
+
+
+def test_what_nothing_is_left_of_is_forgotten():
+    """An engine that lives for months sees specs without number."""
+    pool = ready(Policy(linger_s=0.0), stored=[])
+    for n in range(1000):
+        for create in pool.handle(Asked(float(n), f"w{n}", IMAGE, n + 3600.0)):
+            pool.handle(Failed(float(n), create.order, "no"))
+        pool.handle(Withdrawn(float(n), f"w{n}"))
+        entry = lease(pool, f"t{n}", ladder(f"image {n}"), now=float(n))
+        pool.handle(Returned(n + 0.1, entry, clean=False))
+        pool.handle(Gone(n + 0.2, entry))
+        pool.handle(Tick(n + 0.3))
+
+    assert len(pool.standings()) <= 130
+    assert pool.next_due_s() > 1000 and len(pool._deadlines) < 100
 
 
 def test_what_is_above_the_target_lingers_and_goes():
@@ -414,7 +486,9 @@ class Model(RuleBasedStateMachine):
         self.waiting = {}  # ticket → (stages, deadline, mib), in the order in which they came
         self.came = {}  # ticket → number
         self.binding = {}  # ticket → (entry, missing)
-        self.cut_off = set()  # entries whose ticket was refused while they were upgraded
+        self.asked_for = {}  # ticket → stages
+        self.upgraded = set()  # entries that were handed out with stages missing
+        self.cut_off = {}  # ticket that was refused while its sandbox was upgraded → that sandbox
         self.leased = {}  # entry → ticket
         self.idle = {}  # entry → stage key
         self.leaving = set()
@@ -470,7 +544,7 @@ class Model(RuleBasedStateMachine):
                     else:
                         entry, missing, deadline = self.binding.pop(order.ticket)
                         assert missing and order.reason == "deadline"
-                        self.cut_off.add(entry)
+                        self.cut_off[order.ticket] = entry
                         mib = 0.0
                     if order.reason == "deadline":
                         assert deadline <= self.now
@@ -491,6 +565,7 @@ class Model(RuleBasedStateMachine):
         self.leased[order.entry] = order.ticket
         self.binding[order.ticket] = (order.entry, order.missing, deadline)
         self.rung[order.entry] = keys[rung]
+        (self.upgraded.add if order.missing else self.upgraded.discard)(order.entry)
         self.mib[order.entry] = max(self.mib[order.entry], mib)
         assert self.memory() <= self.policy.memory_mib + 1e-9
 
@@ -526,6 +601,7 @@ class Model(RuleBasedStateMachine):
             ticket = f"t{self.names}"
             self.waiting[ticket] = (stages, self.now + wait_s, MIB[stages[-1].key])
             self.came[ticket] = self.names
+            self.asked_for[ticket] = stages
             self.tell(Asked(self.now, ticket, stages, self.now + wait_s, MIB[stages[-1].key]))
             new.append(ticket)
         return multiple(*new)
@@ -566,11 +642,22 @@ class Model(RuleBasedStateMachine):
     def rejected(self, data, is_retryable):
         ticket = self.pick(data, self.binding)
         entry, _, deadline = self.binding.pop(ticket)
-        stages = next(stages for stages in SPECS if self.pool._tickets[ticket].stages == stages)
+        stages = self.asked_for[ticket]
         self.waiting[ticket] = (stages, deadline, MIB[stages[-1].key])
         del self.leased[entry]
         self.idle[entry] = None  # to be destroyed, which `tell` expects to find it for
         self.tell(Rejected(self.now, ticket, "dead", is_retryable=is_retryable))
+        assert entry in self.leaving
+
+    @precondition(lambda self: self.cut_off)
+    @rule(data=st.data())
+    def rejected_too_late(self, data):
+        """The driver finds out that an upgrade was cut off, and answers the `HandOut` all the same."""
+        ticket = self.pick(data, self.cut_off)
+        entry = self.cut_off.pop(ticket)
+        del self.leased[entry]
+        self.idle[entry] = None
+        self.tell(Rejected(self.now, ticket, "cut off"))
         assert entry in self.leaving
 
     @precondition(lambda self: self.leased)
@@ -579,15 +666,14 @@ class Model(RuleBasedStateMachine):
         """Bound or not: a holder may go at any time."""
         entry = self.pick(data, self.leased)
         ticket = self.leased.pop(entry)
-        was_upgraded = self.pool._entries[entry].is_upgraded
-        top = next(spec for spec in SPECS if spec[-1].key == self.pool._entries[entry].spec)[-1].key
+        was_upgraded = entry in self.upgraded
+        top = self.asked_for[ticket][-1].key
         self.binding.pop(ticket, None)
         key = {"none": None, "below": self.rung[entry], "top": top}[at]
         may_park = clean and entry not in self.dead and self.policy.reuse == "reset" and not (key is None and was_upgraded)
         if may_park:
             self.idle[entry] = key or self.rung[entry]
-        self.cut_off.discard(entry)
-        self.mib[entry] = self.mib[entry]
+        self.cut_off.pop(ticket, None)
         self.tell(Returned(self.now, entry, clean=clean, at=key))
         if not may_park:
             assert entry in self.leaving
