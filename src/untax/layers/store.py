@@ -18,7 +18,6 @@ import logging
 import os
 import secrets
 import stat
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,11 +29,12 @@ from untax.core.errors import StageUnavailable, UsageError
 from untax.layers import eviction, spares
 from untax.layers._about import Rows, difference, facts_in, seal_in, seal_now, which, write_facts
 from untax.layers._durable import fsync_directory, read_json, replace_whole, syncfs, write_synced
-from untax.layers._flock import flocked, open_lock, opened, take_named, try_exclusive
+from untax.layers._flock import flocked, open_lock, opened, try_exclusive
 from untax.layers._holds import Holds
+from untax.layers._records import Records
 from untax.layers.digest import TreeDigest, digest_tree
 from untax.layers.marks import KINDS, Marks
-from untax.layers.record import SNAPSHOT, FromLaterRelease, StageRecord, Unreadable, is_key, is_layer_id, require_key, require_layer_id
+from untax.layers.record import SNAPSHOT, StageRecord, is_layer_id, require_layer_id
 
 __all__ = ["Draft", "Freed", "Layer", "LayerStore", "Pin", "StageRecord"]
 
@@ -42,7 +42,6 @@ _log = logging.getLogger("untax.layers")
 _FORMAT = 1
 _WHO = "store"  # what errors name as the stage: it is none of the ladder's
 _PLACES = ("trees", "stages", "drafts", "damaged", *spares.PLACES)
-_USE = struct.Struct("<dd")  # how often it was used, as of when
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AT_ONCE = 64  # layers that are taken away together: each holds a descriptor, and for each such number all records are read once
 
@@ -154,7 +153,7 @@ class LayerStore:
         self.budget_bytes = budget_bytes
         self._holds = Holds(lambda layer_id: self._tree_of(layer_id) / "lock")
         self._trees = f"{self.root}/trees/"
-        self._read: dict[str, tuple[tuple[int, int, int], StageRecord]] = {}  # records, and of which file
+        self._records = Records(self.root / "stages", self._set_aside)
         self._sound: dict[str, tuple[int, int]] = {}  # ids whose seal was checked, and which directory that was
         self._checking: dict[str, threading.Lock] = {}
         with _told(self.root):
@@ -289,62 +288,42 @@ class LayerStore:
 
     def stage(self, key: str) -> StageRecord | None:
         """The record of a stage whose own layers are all there; None means that it has to be built."""
-        record = self._read_record(require_key(key))
-        if record is None or (record.name != SNAPSHOT and not all(self._is_there(one) for one in record.adds)):
-            return None
-        return record
+        record = self._records.get(key)
+        return record if record is not None and self._is_whole(record) else None
 
     def stages(self) -> list[StageRecord]:
         """All that `stage` would give, oldest first."""
-        found = [self.stage(key) for key in self._keys()]
-        return sorted((one for one in found if one is not None), key=lambda one: (one.created, one.key))
+        return sorted(filter(self._is_whole, self._records.all()), key=lambda one: (one.created, one.key))
 
     def put_stage(self, record: StageRecord) -> None:
         """Remember a stage. Its layers must be in the store; `StageUnavailable` otherwise, or when the disk is full."""
         with self.pin(record.adds), _told(self.root):
             with self._gate(fcntl.LOCK_SH):  # or a sweep could take the file for a leftover
-                replace_whole(self.root / "stages" / f"{record.key}.json", record.to_json().encode())
+                self._records.put(record)
         for layer_id in record.adds:
             self._holds.unkeep(layer_id)
         self.used(record.key)
 
     def remove_stage(self, key: str) -> None:
         """Forget a stage, and remove those of its layers that nobody uses and no other stage needs. What stands on it stays."""
-        record = self._read_record(require_key(key))
+        record = self._records.get(key)
         with _told(self.root):
-            self._forget((key,))
+            self._records.forget((key,))
             self._remove_layers(record.adds if record is not None else (), _Tally())
 
     def used(self, key: str) -> None:
         """Note that a stage was of use: what is used more is evicted later."""
-        now = time.time()
-        try:
-            os.stat(self.root / "stages" / f"{require_key(key)}.json")
-            fd = os.open(self.root / "stages" / f"{key}.use", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError:
-            return  # evicted meanwhile, or a full disk, which is no reason to refuse a lease
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            uses, since = _unpack_use(os.pread(fd, _USE.size, 0))
-            os.pwrite(fd, _USE.pack(eviction.aged(uses, now - since) + 1.0, now), 0)
-        except OSError:
-            pass
-        finally:
-            os.close(fd)
+        self._records.note_use(key)
 
     @contextlib.contextmanager
     def lock_stage(self, key: str) -> Iterator[None]:
         """Hold a stage against all other processes and threads that would build it; waits for whoever does."""
-        path = self.root / "stages" / f"{require_key(key)}.lock"
         with _told(self.root):
-            fd = take_named(path)
+            fd = self._records.take_lock(key)
         try:
             yield
         finally:
-            # Whoever waits for this very file finds, once it has it, that the name is gone, and starts over.
-            with contextlib.suppress(OSError):
-                path.unlink()
-            os.close(fd)
+            self._records.drop_lock(key, fd)
 
     # ---- room ----
 
@@ -381,11 +360,15 @@ class LayerStore:
                 one.parent,
                 one.adds,
                 one.cost_s,
-                self._uses(one.key, now),
+                self._records.uses(one.key, now),
                 is_kept=one.name == SNAPSHOT or any(self.is_in_use(layer_id) for layer_id in one.adds),
             )
-            for one in self._records()
+            for one in self._records.all()
         ]
+
+    def needed(self) -> set[str]:
+        """The layers that any record names."""
+        return self._records.needed()
 
     def shortage_bytes(self, wanted: int = 0) -> int:
         """How much has to go before `wanted` bytes fit the budget and the disk; zero or less when they do."""
@@ -507,17 +490,14 @@ class LayerStore:
         candidates = {one.key: one for one in self.candidates()}
         sizes = {layer.id: layer.bytes for layer in self.layers()}
         chosen = eviction.choose(list(candidates.values()), sizes, short)
-        self._forget(chosen)
+        self._records.forget(chosen)
         freed.stages += chosen
         self._remove_layers([layer_id for key in chosen for layer_id in candidates[key].adds], freed)
         return bool(chosen)
 
     def _remove_unneeded(self, freed: _Tally) -> None:
-        needed = self._needed()
+        needed = self.needed()
         self._remove_layers([layer_id for layer_id in self._layer_ids() if layer_id not in needed], freed)
-
-    def _needed(self) -> set[str]:
-        return {layer_id for one in self._records() for layer_id in one.adds}
 
     def _remove_layers(self, ids: Iterable[str], freed: _Tally) -> None:
         """Take layers away unless somebody uses them or a record names them."""
@@ -531,7 +511,7 @@ class LayerStore:
                         stack.callback(os.close, fd)
                         held[layer_id] = fd
                 # Read again now that nobody can pin them: a record may have been written since the decision.
-                needed = self._needed() if held else set()
+                needed = self.needed() if held else set()
                 gone = [self._take_out(layer_id, fd, freed) for layer_id, fd in held.items() if layer_id not in needed]
                 if gone:
                     fsync_directory(self.root / "trees")
@@ -546,13 +526,6 @@ class LayerStore:
         freed.layers.append(layer_id)
         freed.bytes += facts[0] if facts is not None else 0
         return gone
-
-    def _forget(self, keys: Iterable[str]) -> None:
-        stages = self.root / "stages"
-        for key in keys:
-            for name in (f"{key}.json", f"{key}.use"):
-                (stages / name).unlink(missing_ok=True)
-        fsync_directory(stages)
 
     def _layer_bytes(self) -> int:
         return sum(facts[0] for name in self._layer_ids() if (facts := self._facts(name)) is not None)
@@ -646,44 +619,11 @@ class LayerStore:
             facts = facts_in(path)
         return facts
 
-    def _read_record(self, key: str) -> StageRecord | None:
-        path = self.root / "stages" / f"{key}.json"
-        try:
-            st = os.stat(path)
-            this = st.st_ino, st.st_mtime_ns, st.st_size
-            known = self._read.get(key)
-            if known is not None and known[0] == this:
-                return known[1]
-            record = StageRecord.from_json(path.read_bytes())
-            if record.key != key:
-                raise Unreadable(f"it is the record of {record.key}")
-        except FileNotFoundError:
-            return None
-        except FromLaterRelease:
-            return None
-        except (ValueError, OSError) as exc:
-            with contextlib.suppress(OSError):
-                self._set_aside(path, str(exc))
-            return None
-        self._read[key] = this, record
-        return record
-
-    def _records(self) -> list[StageRecord]:
-        return [one for key in self._keys() if (one := self._read_record(key)) is not None]
-
-    def _keys(self) -> list[str]:
-        names = os.listdir(self.root / "stages")
-        return sorted(name[:-5] for name in names if name.endswith(".json") and is_key(name[:-5]))
-
     def _layer_ids(self) -> list[str]:
         return sorted(name for name in os.listdir(self.root / "trees") if is_layer_id(name))
 
-    def _uses(self, key: str, now: float) -> float:
-        try:
-            uses, since = _unpack_use((self.root / "stages" / f"{key}.use").read_bytes())
-        except OSError:
-            return 0.0
-        return eviction.aged(uses, now - since)
+    def _is_whole(self, record: StageRecord) -> bool:
+        return record.name == SNAPSHOT or all(self._is_there(one) for one in record.adds)
 
     def _is_there(self, layer_id: str) -> bool:
         return (self._tree_of(layer_id) / "tree").is_dir()
@@ -748,10 +688,3 @@ def _make_private(path: Path) -> None:
         raise UsageError(f"the store {path} belongs to user {found.st_uid}; name another state_dir")
     if found.st_mode & 0o022:
         raise UsageError(f"the store {path} can be written by others; chmod 700 it, or name another state_dir")
-
-
-def _unpack_use(data: bytes) -> tuple[float, float]:
-    if len(data) != _USE.size:
-        return 0.0, 0.0
-    uses, since = _USE.unpack(data)
-    return (uses, since) if 0.0 <= uses < 1e12 and 0.0 <= since < 1e12 else (0.0, 0.0)

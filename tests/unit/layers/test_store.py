@@ -23,6 +23,7 @@ from untax.core.root import ImageConfig
 from untax.core.spec import FrozenEnv
 from untax.layers import _about as about
 from untax.layers import store as store_module
+from untax.layers.garbage import would_free
 from untax.layers.store import LayerStore, StageRecord
 
 MARKS = "trusted" if os.geteuid() == 0 else "user"
@@ -290,6 +291,21 @@ def test_x30_damaged_records_are_quarantined_with_a_message(store, caplog):
         assert len(os.listdir(fresh.root / "damaged")) == number
 
 
+def test_the_layers_of_a_later_releases_record_are_left_alone_too(store):
+    """A saved snapshot among them: nothing can build it again."""
+    layer = add_stage(store, "k", "precious", name="snapshot")
+    path = store.root / "stages" / "k.json"
+    path.write_text(json.dumps({"version": 2, "stack": [{"layer": layer.id}]}))
+    other = again(store)
+
+    assert other.stage("k") is None
+    assert would_free(other).layers == ()
+    assert other.evict(wanted_bytes=1 << 60).layers == ()
+    assert other.layer(layer.id) == layer
+    path.unlink()
+    assert other.evict().layers == (layer.id,)
+
+
 def test_a_record_of_a_later_release_is_left_alone(store):
     record = full_record(store)
     path = store.root / "stages" / f"{record.key}.json"
@@ -498,13 +514,13 @@ def test_many_layers_are_taken_away_with_few_looks_at_the_records(store, monkeyp
         add_stage(store, f"k{number}", str(number))
     other = again(store)
     looks = []
-    listed = other._keys
+    listed = other._records.keys
 
     def keys():
         looks.append(1)
         return listed()
 
-    monkeypatch.setattr(other, "_keys", keys)
+    monkeypatch.setattr(other._records, "keys", keys)
     freed = other.evict(wanted_bytes=1 << 60)
 
     assert len(freed.layers) == len(freed.stages) == 100
