@@ -69,21 +69,21 @@ class Directory:
             fd, above = os.open(last, _OPEN, dir_fd=fd), fd
             os.close(above)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise StageFailed("image", f"{self._path}: {name} in it is not a file")
+                raise StageFailed("image", f"{self._path}: {name[:200]!r} in it is not a file")
             return open(fd, "rb", buffering=0)
         except FileNotFoundError:
             os.close(fd)
-            raise StageFailed("image", f"{self._path}: there is no {name} in it") from None
+            raise StageFailed("image", f"{self._path}: there is no {name[:200]!r} in it") from None
         except (OSError, ValueError) as exc:
             os.close(fd)
-            raise StageFailed("image", f"{self._path}: {name} in it cannot be opened, or is a link: copy it with cp -RL") from exc
+            raise StageFailed("image", f"{self._path}: {name[:200]!r} in it cannot be opened, or is a link: copy it with cp -RL") from exc
         except BaseException:
             os.close(fd)
             raise
 
     def read(self, name: str, most: int) -> bytes:
         with self.open(name) as file:
-            return _read_most(file, most, f"{self._path}: {name}")
+            return _read_most(file, most, f"{self._path}: {name[:200]!r}")
 
 
 class Members:

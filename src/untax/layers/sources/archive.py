@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
@@ -21,6 +21,7 @@ from untax.core.spec import require_text
 from untax.core.stage import Identity
 from untax.layers.sources import Fetched, Progress, Stop, _manifest, image_identity, in_thread, progress_from_thread
 from untax.layers.sources._chain import Chain
+from untax.layers.sources._http import printable
 from untax.layers.sources._image import PackedLayer
 from untax.layers.sources._members import Directory, Folder, look_through, unpacked
 from untax.layers.sources._reference import is_digest, this_platform
@@ -201,7 +202,7 @@ def _chosen(entries: list[dict[str, Any]], wanted: str | None, what: str) -> str
         names = [_ref_name(entry) for entry in entries]
         entries = [entry for entry, name in zip(entries, names, strict=True) if name == wanted]
         if not entries:
-            known = ", ".join(sorted({name for name in names if name})[:10])
+            known = _listed({name for name in names if name})
             raise UsageError(f"{what}: there is no image {wanted!r} in it" + (f"; there are: {known}" if known else ""))
     if len(entries) == 1:
         return str(entries[0]["digest"])
@@ -223,10 +224,15 @@ def _image_of(document: object, wanted: str | None, what: str) -> dict[str, Any]
         return found[0]
     if not entries:
         raise StageFailed("image", f"{what}: its manifest.json is not a list of images")
-    known = ", ".join(sorted({name for names in tags for name in names})[:10]) or "none has a name"
+    known = _listed({name for names in tags for name in names}) or "none has a name"
     raise UsageError(
         f"{what}: {'no one image is' if wanted is None else f'{wanted!r} is not'} the one; write its name behind the path; there are: {known}"
     )
+
+
+def _listed(names: Iterable[str]) -> str:
+    """A few of the names that somebody gave to images, as they may be shown."""
+    return ", ".join(printable(name, 100) for name in sorted(names)[:10])
 
 
 def _blob_name(digest: str) -> str:

@@ -14,6 +14,7 @@ from tests import hostile_archives as hostile
 
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.layers.sources import find, in_thread
+from untax.layers.sources._reference import this_platform
 from untax.layers.store import LayerStore
 from untax.substrates._host import is_host_root
 
@@ -270,3 +271,21 @@ async def test_work_in_a_thread_is_waited_for_however_often_it_is_cancelled():
     await asyncio.sleep(0.02)
 
     assert len(ended) == count
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\nb\x1b[2J", "x" * 100_000])
+@pytest.mark.parametrize("field", ["Config", "Layers", "RepoTags"])
+async def test_t22_names_that_an_archive_gives_are_shown_so_that_they_can_be(tmp_path, store, name, field):
+    """A message goes to logs and terminals: a name of their own must not break the one or command the other."""
+    entry = {"Config": "c.json", "Layers": ["l.tar"], "RepoTags": ["a:b"]}
+    entry[field] = name if field == "Config" else [name]
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image/manifest.json").write_text(json.dumps([entry, entry] if field == "RepoTags" else [entry]))
+    platform = this_platform()
+    config = {"architecture": platform.architecture, "os": "linux", "rootfs": {"type": "layers", "diff_ids": ["sha256:" + "a" * 64]}}
+    (tmp_path / "image/c.json").write_text(json.dumps(config))
+
+    with pytest.raises((StageFailed, UsageError)) as told:
+        await find(f"docker-archive:{tmp_path}/image").fetch(store, silent)
+    assert str(told.value).isprintable()
+    assert len(str(told.value)) < 2000
