@@ -55,7 +55,7 @@ class Engine:
 
     `limits="strict"` refuses a sandbox one of whose limits this host cannot enforce; otherwise it is said once and marked
     in the ledger. Layers are kept below `state_dir`, up to `store_budget_mib` beside what is in use; `setup_network` is the
-    policy for set-up commands, apart from the leases' own. Further options are the substrate's own.
+    policy for set-up commands, apart from the leases' own, and `setup_wheels` a directory of packages that pip and uv find in them. Further options are the substrate's own.
     """
 
     box_class: type[Box] = Box
@@ -68,6 +68,7 @@ class Engine:
         limits: Literal["warn", "strict"] = "warn",
         store_budget_mib: int | None = None,
         setup_network: Network = "none",
+        setup_wheels: str | os.PathLike[str] | None = None,
         clock: Clock = now_ns,
         **options: Any,
     ) -> None:
@@ -89,7 +90,7 @@ class Engine:
         self._chores: set[asyncio.Task[Any]] = set()
         self._said: set[str] = set()
         self._quarantine = Quarantine()
-        self._warehouse = Warehouse(self, state_dir, budget_mib=store_budget_mib, setup_network=setup_network)
+        self._warehouse = Warehouse(self, state_dir, budget_mib=store_budget_mib, setup_network=setup_network, setup_wheels=setup_wheels)
 
     # ---- its own life ----
 

@@ -34,7 +34,15 @@ HOST_CACHE = "host"  # below the store, where `Stages` has the skeleton of the i
 
 
 class Warehouse:
-    def __init__(self, engine: Engine, state_dir: str | os.PathLike[str] | None, *, budget_mib: int | None, setup_network: Network) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        state_dir: str | os.PathLike[str] | None,
+        *,
+        budget_mib: int | None,
+        setup_network: Network,
+        setup_wheels: str | os.PathLike[str] | None,
+    ) -> None:
         if budget_mib is not None and (isinstance(budget_mib, bool) or not isinstance(budget_mib, int) or budget_mib < 1):
             raise UsageError(f"store_budget_mib must be a whole number of MiB, or None, not {budget_mib!r}")
         self._engine = engine
@@ -42,6 +50,11 @@ class Warehouse:
         self._budget_bytes = None if budget_mib is None else budget_mib * _MIB
         self._setup_network = freeze_network(setup_network)
         Policy(self._setup_network)
+        self._setup_wheels = None if setup_wheels is None else Path(os.fsdecode(setup_wheels)).absolute()
+        if self._setup_wheels is not None and not self._setup_wheels.is_dir():
+            raise UsageError(
+                f"setup_wheels: {self._setup_wheels} is not a directory; fill one with `pip download -d DIR …` or `pip wheel -w DIR …`"
+            )
         self._grounds: Grounds | None = None
         self._shelf: Shelf | None = None
         self._plain: Stages | None = None
@@ -150,7 +163,7 @@ class Warehouse:
 
         store = await self._open_store(marks)
         host.use(store.root / HOST_CACHE)
-        self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network)))
+        self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels)))
         self._shelf = Shelf(self._engine, self._grounds)
 
     async def _open_store(self, marks: Marks) -> LayerStore:

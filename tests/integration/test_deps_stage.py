@@ -149,3 +149,21 @@ async def test_f17_inside_a_sandbox_git_shows_nothing_newer(state, tmp_path):
     ] * 5
     assert objects.text.split() == ["6", "6"]
     assert status.text == "refresh/sum_scan:0\n", "and reads no file to say that nothing has changed"
+
+
+async def test_a_directory_of_wheels_serves_without_a_network(state, tmp_path):
+    """pip finds them and asks no index; they are no part of the layer."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with package_index(wheels, "untaxdemo", "1.0", "VALUE = 7\n"):
+        pass  # leaves its wheel in the directory
+    spec = untax.EnvSpec(setup=("python3 -m venv --without-pip env && python3 -m pip --python env/bin/python install -q untaxdemo",))
+    async with untax.Engine(state_dir=state, setup_wheels=wheels) as engine, engine.lease(spec) as box:
+        said = await box.shell("env/bin/python -c 'import untaxdemo; print(untaxdemo.VALUE)'; ls -A /var/tmp")
+
+    assert said.check().text == "7\n"
+
+
+async def test_wheels_that_are_not_there_are_refused_at_once(tmp_path):
+    with pytest.raises(untax.UsageError, match="pip download"):
+        untax.Engine(state_dir=tmp_path, setup_wheels=tmp_path / "missing")

@@ -14,7 +14,7 @@ import stat
 from dataclasses import replace
 from types import MappingProxyType
 
-from untax.core.spec import EnvSpec, FrozenEnv
+from untax.core.spec import EnvSpec, FrozenEnv, Network
 from untax.core.stage import WORKDIR
 from untax.layers.copy import Owner, Skip
 from untax.layers.marks import Marks
@@ -43,6 +43,16 @@ ENV = MappingProxyType(
         "GIT_CONFIG_VALUE_0": "*",
     }
 )
+
+WHEELS = "/var/tmp/wheels"
+"""Where a build sees the directory of packages that its engine was given; no part of the layer."""
+
+
+def wheels_env(network: Network) -> dict[str, str]:
+    """With which Python's installers find them there, and without a network nowhere else: asking an index would only take time."""
+    env = {"PIP_FIND_LINKS": WHEELS, "UV_FIND_LINKS": WHEELS}
+    return {**env, "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1"} if network == "none" else env
+
 
 # For each interpreter: its own library, what is installed, and the work tree; only what has no compiled file that fits, because
 # compileall hands every file to another process before it looks (10,000 files that needed nothing took 37 s so). What fits is
@@ -84,6 +94,11 @@ def planned(spec: EnvSpec) -> EnvSpec:
     """The spec as a build carries it out: nothing in it that binds late, and the compiling after the last command."""
     place = spec.workdir or WORKDIR
     return replace(spec, setup=(*spec.setup, compile_step(place)), env=FrozenEnv(), user=None, network="none")
+
+
+def own_log(log: bytes, place: str) -> bytes:
+    """What a spec's own commands printed, without the compiling, which is ours and prints nothing."""
+    return log.partition(b"$ " + compile_step(place).encode())[0]
 
 
 def compile_step(place: str) -> str:
