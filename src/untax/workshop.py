@@ -19,6 +19,7 @@ from untax.tenancy import SETUP_TIMEOUT_S
 if TYPE_CHECKING:
     from untax.box import Box
     from untax.engine import Engine
+    from untax.layers.build import Built
 
 # What is kept of what the commands printed: of each its first and last bytes, of all of them the end.
 _LOG_OF_A_STEP = 64 << 10
@@ -41,6 +42,7 @@ class Workshop:
         A command that fails is a `StageFailed` with the log; a sandbox that fails stays a `SubstrateError`.
         """
         from untax.layers import deps
+        from untax.layers.build import Built
 
         box = await self._engine.fulfil(self._request(root, spec, cache))
         try:

@@ -17,14 +17,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from untax.core.errors import StageError, StageFailed, StageUnavailable, UsageError
 from untax.core.root import ImageConfig, Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Repo
 from untax.core.stage import WORKDIR, Identity, Stage, key_of, stages_of
-from untax.core.substrate import Frozen
 from untax.layers import deps, sources
 from untax.layers._flights import Flights
 from untax.layers._held import alone, blocking, held
@@ -40,10 +39,18 @@ from untax.layers.store import Draft, LayerStore, Pin, StageRecord
 log = logging.getLogger("untax.layers")
 
 
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What set-up commands left: the directory that has what they wrote, which nobody changes any more, and the end of what they printed."""
+
+    tree: Path
+    log: bytes = b""
+
+
 class Workshop(Protocol):
     """Where set-up commands run; given by the engine."""
 
-    def build(self, root: Root, spec: EnvSpec, cache: Path) -> AbstractAsyncContextManager[Frozen]:
+    def build(self, root: Root, spec: EnvSpec, cache: Path) -> AbstractAsyncContextManager[Built]:
         """What the set-up commands of `spec` write over `root`, frozen for as long as the block lasts.
 
         `cache` is seen, writable, at `deps.CACHE`; commands get `deps.ENV`. `StageFailed` with the log when one of them fails.
@@ -87,8 +94,12 @@ class _Made:
     """What building it took, when it was built here."""
 
 
-_Parts = tuple[tuple[str, ...], ImageConfig]
-"""What a build gives: layer ids, bottom first, and what an image says about itself."""
+class _Parts(NamedTuple):
+    """What a build gives: layer ids, bottom first, what the image says about itself, and what was printed on the way."""
+
+    adds: tuple[str, ...]
+    config: ImageConfig
+    log: bytes = b""
 
 
 class Stages:
@@ -149,7 +160,7 @@ class Stages:
         stage = Stage("repo", key_of({"tree": recipe}), recipe, None, is_portable=True)
 
         async def parts() -> _Parts:
-            return await self._checked_out(repo, WORKDIR, Root(layers=()), progress or _untold), ImageConfig()
+            return _Parts(await self._checked_out(repo, WORKDIR, Root(layers=()), progress or _untold), ImageConfig())
 
         async with self._rung(stage, parts) as made:
             pin = await self._pinned(made.record.adds)
@@ -223,7 +234,7 @@ class Stages:
     async def _build(self, stage: Stage, parts: Callable[[], Awaitable[_Parts]]) -> _Made:
         began_ns = self._clock()
         try:
-            adds, config = await parts()
+            made = await parts()
         except StageError as exc:
             log.info("stage %s (%s) could not be built: %s", stage.name, stage.key[:12], exc.message)
             raise
@@ -234,11 +245,12 @@ class Stages:
             stage.key,
             stage.name,
             stage.parent,
-            adds,
-            config,
+            made.adds,
+            made.config,
             recipe=stage.recipe,
             cost_s=seconds,
             is_portable=stage.is_portable,
+            log_tail=made.log,
         )
         return await blocking(functools.partial(self._put, record, seconds), undo=_close)
 
@@ -271,8 +283,8 @@ class Stages:
             if work.stage.name == "repo":
                 assert work.spec.repo is not None
                 place = work.spec.workdir or WORKDIR
-                return await self._checked_out(work.spec.repo, place, work.root, work.progress), work.root.config
-            return await self._set_up(work), work.root.config
+                return _Parts(await self._checked_out(work.spec.repo, place, work.root, work.progress), work.root.config)
+            return await self._set_up(work)
         finally:
             pin.close()
 
@@ -287,7 +299,7 @@ class Stages:
             raise
         for note in fetched.notes:
             log.warning("image %s: %s", work.spec.image, note)
-        return fetched.adds, fetched.config
+        return _Parts(fetched.adds, fetched.config)
 
     async def _checked_out(self, repo: Repo, place: str, root: Root, progress: Progress) -> tuple[str, ...]:
         async with self._draft() as draft:
@@ -302,23 +314,23 @@ class Stages:
             )
             return ((await alone(draft.publish)).id,)
 
-    async def _set_up(self, work: _Work) -> tuple[str, ...]:
+    async def _set_up(self, work: _Work) -> _Parts:
         assert self._workshop is not None
         cache = self._store.caches / work.image_key
         place = work.spec.workdir or WORKDIR
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(held(using(cache)))
             cache.mkdir(mode=0o700, exist_ok=True)
-            frozen = await stack.enter_async_context(self._workshop.build(work.root, deps.planned(work.spec), cache))
+            built = await stack.enter_async_context(self._workshop.build(work.root, deps.planned(work.spec), cache))
             draft = await stack.enter_async_context(self._draft())
             skip, owner = deps.left_out(), deps.owners(place, self._store.marks)
             try:
-                await sources.in_thread(lambda stop: copy_tree(frozen.tree, draft.tree, skip=skip, owner=owner, check=stop.check))
+                await sources.in_thread(lambda stop: copy_tree(built.tree, draft.tree, skip=skip, owner=owner, check=stop.check))
             except OSError as exc:
                 if exc.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 raise StageFailed("deps", f"what the set-up left cannot be kept: {exc.filename or ''} {exc.strerror}") from exc
-            return ((await alone(draft.publish)).id,)
+            return _Parts(((await alone(draft.publish)).id,), work.root.config, deps.own_log(built.log, place))
 
     @contextlib.asynccontextmanager
     async def _draft(self) -> AsyncIterator[Draft]:

@@ -96,9 +96,12 @@ def planned(spec: EnvSpec) -> EnvSpec:
     return replace(spec, setup=(*spec.setup, compile_step(place)), env=FrozenEnv(), user=None, network="none")
 
 
+_LOG_BYTES = 4096  # kept in the record of a stage, of which a store has thousands
+
+
 def own_log(log: bytes, place: str) -> bytes:
-    """What a spec's own commands printed, without the compiling, which is ours and prints nothing."""
-    return log.partition(b"$ " + compile_step(place).encode())[0]
+    """The end of what a spec's own commands printed, without the compiling, which is ours and prints nothing."""
+    return log.partition(b"$ " + compile_step(place).encode())[0][-_LOG_BYTES:]
 
 
 def compile_step(place: str) -> str:

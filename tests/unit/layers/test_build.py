@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from untax.core.root import ImageConfig, Root
 from untax.core.spec import EnvSpec, FrozenEnv, Limits
 from untax.core.stage import Identity
 from untax.layers import deps, marks
-from untax.layers.build import Stages
+from untax.layers.build import Built, Stages
 from untax.layers.sources import Fetched
 from untax.layers.store import LayerStore
 
@@ -78,13 +77,6 @@ class Here:
         return Root(layers=(str(self.path),))
 
 
-@dataclass
-class Ice:
-    """What a sandbox wrote, as far as a build looks at it."""
-
-    tree: Path
-
-
 class Shop:
     """Writes what the set-up says into a directory, in place of a sandbox: `name=text`, or `fail`."""
 
@@ -104,7 +96,18 @@ class Shop:
                 path = tree / step.partition("=")[0]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(step.partition("=")[2])
-        yield Ice(tree)
+        yield Built(tree, b"".join(b"$ %s\ndone\n" % step.encode() for step in spec.setup))
+
+
+async def test_what_set_up_commands_printed_is_kept_with_their_stage(store, tmp_path):
+    """Without the step that is ours, and of a long log its end: a store has thousands."""
+    spec = EnvSpec(image="x:1", setup=("a=1", "b=" + "2" * 10_000))
+    made = await stages(store, Counting(), Shop(tmp_path)).root(spec)
+    log = store.stage(made.stages[-1].key).log_tail
+
+    assert log.endswith(b"222\ndone\n")
+    assert b"compileall" not in log
+    assert len(log) == 4096
 
 
 def stages(store, source, shop=None):
@@ -385,7 +388,7 @@ _BUILDER = """
     from untax.core.spec import EnvSpec
     from untax.core.stage import Identity
     from untax.layers import marks
-    from untax.layers.build import Stages
+    from untax.layers.build import Built, Stages
     from untax.layers.sources import Fetched
     from untax.layers.store import LayerStore
 
