@@ -47,7 +47,7 @@ static void hand_over(struct pending *p) {
 }
 
 static void drop(struct pending *p) {
-    io_close(&p->status);
+    launcher_unwatch(&p->status);
     io_close(&p->sock);
     io_close(&p->note);
     free(p->name);

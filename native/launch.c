@@ -105,12 +105,17 @@ void launcher_watch(struct box *b) {
 void launcher_watch_entry(int fd, uint32_t index) { watch(fd, tag(SRC_ENTRY, index)); }
 void launcher_watch_snapshot(int fd, uint32_t index) { watch(fd, tag(SRC_SNAPSHOT, index)); }
 
+void launcher_unwatch(int *fd) {
+    if (*fd >= 0) epoll_ctl(L.epoll, EPOLL_CTL_DEL, *fd, NULL);
+    io_close(fd);
+}
+
 // ---- ending ----
 
 void launcher_free(struct box *b) {
-    io_close(&b->pidfd);
+    launcher_unwatch(&b->pidfd);
+    launcher_unwatch(&b->status);
     io_close(&b->control);
-    io_close(&b->status);
     free(b->workdir);
     layout_free(&b->layout);
     free(b);
@@ -123,7 +128,7 @@ static void sweep_trash(void) {
 // What its set-up had to say: a failure, or its end, which is success.
 static void on_status(struct box *b) {
     if (read(b->status, &b->failure, sizeof b->failure) == (ssize_t)sizeof b->failure) b->failed = true;
-    io_close(&b->status);
+    launcher_unwatch(&b->status);
 }
 
 // The sandbox's first process is dead, and with it all others: the kernel saw to that before it let us know.
@@ -357,7 +362,7 @@ static void serve(void) {
 static void close_all(void) {
     epoll_ctl(L.epoll, EPOLL_CTL_DEL, L.engine, NULL);  // its end would be told again and again
     for (unsigned i = 0; i < BOXES_MAX; i++)
-        if (L.boxes[i]) end_box(L.boxes[i]);
+        if (L.boxes[i]) launcher_end(L.boxes[i]);  // with its snapshot, which would hold on to its dead
     uint64_t until = io_now_ns() + 8000000000u;
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);

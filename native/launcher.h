@@ -57,6 +57,9 @@ struct box *launcher_find(uint32_t handle);
 // From now on its end is noticed, and what its set-up has to say.
 void launcher_watch(struct box *b);
 void launcher_watch_entry(int fd, uint32_t index);
+// Closes what was watched. A plain close would not do: a child that was forked meanwhile may hold the same pipe or socket, and then epoll goes on
+// telling of it, under a number that is nobody's or somebody else's by then.
+void launcher_unwatch(int *fd);
 void launcher_free(struct box *b);
 // Ends it; its death is told, unless somebody waits for it.
 void launcher_end(struct box *b);

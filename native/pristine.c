@@ -64,11 +64,19 @@ static bool find_paths(const struct layout *l, struct paths *p) {
 
 static uint64_t mix(uint64_t h, uint64_t value) { return (h ^ value) * 0x100000001b3u + (h >> 29); }
 
-static uint64_t print_of(int upper, const struct paths *p) {
+// A link that somebody inside put in a parent's place leads to the host's own files, and looking at one may take for ever.
+static int look_at(int upper, const char *path, struct stat *st) {
+    struct k_open_how how = {.flags = O_PATH | O_NOFOLLOW | O_CLOEXEC, .resolve = K_RESOLVE_BENEATH | K_RESOLVE_NO_SYMLINKS};
+    autoclose int fd = k_openat2(upper, path, &how);
+    return fd < 0 ? -1 : fstat(fd, st);
+}
+
+// `is_fresh`: nobody inside has seen it yet.
+static uint64_t print_of(int upper, const struct paths *p, bool is_fresh) {
     uint64_t h = 0xcbf29ce484222325u;
     for (size_t i = 0; i < p->count; i++) {
         struct stat st;
-        if (fstatat(upper, p->path[i], &st, AT_SYMLINK_NOFOLLOW)) return 0;
+        if (is_fresh ? fstatat(upper, p->path[i], &st, AT_SYMLINK_NOFOLLOW) : look_at(upper, p->path[i], &st)) return 0;
         h = mix(mix(mix(h, st.st_mode), st.st_uid), st.st_gid);
         h = mix(mix(mix(h, (uint64_t)st.st_mtim.tv_sec), (uint64_t)st.st_mtim.tv_nsec), st.st_ino);
     }
@@ -78,7 +86,7 @@ static uint64_t print_of(int upper, const struct paths *p) {
 uint64_t launcher_print(const struct layout *l, int disk) {
     struct paths p = {.count = 0};
     autoclose int upper = openat(disk, "upper", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    uint64_t print = upper >= 0 && find_paths(l, &p) ? print_of(upper, &p) : 0;
+    uint64_t print = upper >= 0 && find_paths(l, &p) ? print_of(upper, &p, true) : 0;
     free_paths(&p);
     return print;
 }
@@ -111,7 +119,7 @@ static bool is_unwritten(const struct box *b) {
     char path[ID_MAX + 16];
     snprintf(path, sizeof path, "%s/upper", b->disk);
     autoclose int upper = disk_peek(path);
-    bool is = b->print && upper >= 0 && find_paths(&b->layout, &p) && print_of(upper, &p) == b->print;
+    bool is = b->print && upper >= 0 && find_paths(&b->layout, &p) && print_of(upper, &p, false) == b->print;
     size_t found = 1;  // the upper directory itself
     for (size_t i = 0; is && i < p.count; i++) {
         int n = count_entries(upper, p.path[i], true);

@@ -16,6 +16,7 @@
 #include "swap.h"
 
 #define SNAPSHOTS_MAX 256
+#define ENTER_PATIENCE_NS 6000000000u  // longer than a worker is waited for
 #define PATIENCE_NS 15000000000u  // a swap takes a millisecond; a copy says that it is one, and may take as long as it needs
 
 static struct pending {
@@ -36,6 +37,7 @@ static unsigned used;
 static struct deferred {
     struct deferred *next;
     uint32_t handle;
+    uint64_t since_ns;
     size_t size;
     uint8_t packet[];
 } *deferred;
@@ -152,7 +154,7 @@ static void finish(struct pending *p) {
         refuse(p, "snapshot", ESRCH);
     }
     undo(p, b);
-    io_close(&p->sock);
+    launcher_unwatch(&p->sock);
     p->is_over = true;
     reap(p);
 }
@@ -238,11 +240,14 @@ void launcher_drop_layer(uint32_t seq, struct rd *r) {
 
 static bool must_wait(uint32_t handle, uint8_t op) { return find(handle) || (op == OP_SNAPSHOT && launcher_is_entering(handle)); }
 
+// The workload can stop a worker on its way in, and with it whoever waits for that.
+static bool has_waited_enough(const struct deferred *d) { return !find(d->handle) && io_now_ns() - d->since_ns > ENTER_PATIENCE_NS; }
+
 bool launcher_defer(uint32_t handle, const uint8_t *packet, size_t size) {
     struct deferred **at = &deferred;
     struct deferred *d = must_wait(handle, packet[4]) ? malloc(sizeof *d + size) : NULL;
     if (!d) return false;
-    *d = (struct deferred){.handle = handle, .size = size};
+    *d = (struct deferred){.handle = handle, .since_ns = io_now_ns(), .size = size};
     memcpy(d->packet, packet, size);
     while (*at) at = &(*at)->next;
     *at = d;
@@ -257,12 +262,15 @@ bool launcher_snapshotting(void) {
     }
     for (struct deferred **at = &deferred; *at;) {
         struct deferred *d = *at;
-        if (must_wait(d->handle, d->packet[4])) {
+        bool waits = must_wait(d->handle, d->packet[4]);
+        if (waits && !has_waited_enough(d)) {
             at = &d->next;
             continue;
         }
         *at = d->next;
-        launcher_packet(d->packet, d->size);  // may defer others again, at the end of the list
+        struct rd r = rd_of(d->packet, d->size);
+        if (waits) launcher_refuse(rd_u32(&r), "a worker that is still on its way in", EBUSY);
+        else launcher_packet(d->packet, d->size);  // may defer others again, at the end of the list
         free(d);
     }
     return used;
