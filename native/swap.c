@@ -64,11 +64,20 @@ static bool add_ground(struct still *s, int fd) {
     return true;
 }
 
-// False: one of them is not where it was put, because a directory above it was renamed.
+static bool is_mounted(int root, const char *place) {
+    autoclose int at = open_beneath(root, place);
+    struct ground g;
+    bool is_root;
+    return at >= 0 && still_ground(at, "", &g, &is_root) && is_root;
+}
+
+// False: one of them is not where it was put, because a directory above it was renamed. Only while everything stands still is that true for long.
 static bool find_grounds(struct still *s) {
     if (!add_ground(s, open("/", O_PATH | O_DIRECTORY | O_CLOEXEC))) return false;
     for (uint32_t i = 0; i < box->layout.view_count; i++)
         if (!add_ground(s, open_beneath(s->grounds[0].fd, box->layout.places[i]))) return false;
+    for (uint32_t i = box->layout.view_count; i < box->layout.place_count; i++)
+        if (!is_mounted(s->grounds[0].fd, box->layout.places[i])) return false;
     return true;
 }
 
@@ -226,12 +235,11 @@ _Noreturn void swap_main(const struct box *b, int sock, const char *name, bool m
     if (!s.freezes) io_close(&s.group);
     // Entering the mount namespace also changes root and working directory to the sandbox's.
     if (s.proc < 0 || setns(b->pidfd, CLONE_NEWNS)) end(SWAP_FAILED, "namespaces", errno);
-    may_swap &= find_grounds(&s);
     if (still_begin(&s)) {
         int error = errno;
         end(still_end(&s) ? SWAP_FAILED : SWAP_SPOILED, s.freezes ? "freezing" : "stopping its processes", error);
     }
-    bool swaps = may_swap && !make_read_only(&s);
+    bool swaps = may_swap && find_grounds(&s) && !make_read_only(&s);
     if (swaps) say(SWAP_WANTS_MOUNTS, "", 0, 0);  // from now on nothing below them changes: the launcher makes them while it is found out whether they can be used
     if (swaps && !(still_is_movable(&s) && can_send(&s))) {
         make_writable(&s);

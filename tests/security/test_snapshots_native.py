@@ -420,6 +420,14 @@ def children(pid: int) -> list[int]:
         return [int(child) for child in listed.read().split()]
 
 
+@pytest.mark.skipif(not ROOT, reason="set-up commands rename what belongs to root")
+async def test_a_build_that_renames_what_its_cache_hangs_below_is_copied_and_not_lost(tmp_path):
+    """The mount goes where its parents go: no new root can be given it at its old place, which is found out before anything is moved."""
+    moved = untax.EnvSpec(setup=("mv /var /elsewhere && mkdir -p /var/cache/untax && echo made > /srv/made",))
+    async with untax.Engine("namespace", state_dir=tmp_path / "state") as engine, engine.lease(moved) as box:
+        assert (await box.shell("cat /srv/made; test -d /elsewhere/lib && echo moved")).text == "made\nmoved\n"
+
+
 async def test_a_snapshot_says_how_long_the_sandbox_stood_still(box):
     began = time.monotonic_ns()
     async with frozen(box) as taken:
