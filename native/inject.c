@@ -26,6 +26,7 @@
 #define P_GETSIGMASK 0x420a
 #define P_SETSIGMASK 0x420b
 #define P_GET_RSEQ 0x420f
+#define P_GET_DISPATCH 0x4211  // Linux 6.4
 #define P_SYSGOOD 1
 #define P_EVENT_STOP 128
 
@@ -266,6 +267,14 @@ static bool in_sequence(const struct held *h) {
     return pc_of(&h->saved) - cs.start_ip < cs.post_commit_offset;
 }
 
+// With system calls dispatched to a handler (prctl(2)) ours would end in a SIGSYS, and forcing that on a thread that blocks it takes its handler away.
+static bool dispatches(const struct held *h) {
+    struct {
+        uint64_t mode, selector, offset, length;
+    } config = {0};
+    return !ask(h, P_GET_DISPATCH, sizeof config, (uintptr_t)&config) && config.mode;
+}
+
 static bool put_back(struct held *h) {
     bool well = !h->kept || !poke(h, h->at, h->kept, h->size);
     free(h->kept);
@@ -292,7 +301,7 @@ static int place(struct held *h, const char *path) {
 
 static int borrow(struct held *h, int proc) {
     if (get_regs(h, &h->saved)) return -1;
-    if (!is_ours(&h->saved)) {
+    if (!is_ours(&h->saved) || dispatches(h)) {
         errno = EOPNOTSUPP;
         return -1;
     }

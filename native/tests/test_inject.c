@@ -181,6 +181,22 @@ static int has_threads(void) {
     return bad;
 }
 
+static volatile char selector;  // 0 allows, 1 dispatches
+
+// System calls are handed to its own handler (prctl(2)), which ours must not cost it.
+static int dispatches_calls(void) {
+    handle(SIGSYS, 0);
+    if (prctl(59 /* PR_SET_SYSCALL_USER_DISPATCH */, 1, 0, 0, &selector)) return 77;
+    announce();
+    selector = 1;
+    while (!atomic_load(&shared[2])) {
+    }
+    selector = 0;
+    struct sigaction now;
+    sigaction(SIGSYS, NULL, &now);
+    return now.sa_handler == on_signal ? 0 : 1;
+}
+
 // ---- holding them ----
 
 #define HELD_MAX 16
@@ -264,6 +280,28 @@ static void try(const struct trial *t) {
     close(to_child[0]), close(to_child[1]);
 }
 
+// One that cannot be made to act is told from those that can before anything of it has changed.
+static void try_dispatching(void) {
+    memset(shared, 0, 16 * sizeof *shared);
+    pid_t pid = fork();
+    if (!pid) {
+        alarm(20);
+        _exit(dispatches_calls());
+    }
+    int status = -1;
+    while (!atomic_load(&shared[0]) && !waitpid(pid, &status, WNOHANG)) doze(1);
+    if (status != -1) return;  // this kernel cannot
+    doze(HELD_MS);
+    struct held h;
+    inject_deadline(io_now_ns() + 2000 * MS);
+    CHECK(!inject_hold(&h, pid, pid) && !inject_wait(&h));
+    CHECK(inject_chdir(&h, proc, "/") && errno == EOPNOTSUPP);
+    CHECK(inject_release(&h));
+    inject_deadline(0);
+    atomic_store(&shared[2], 1);
+    CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status));
+}
+
 int main(void) {
     if (!mkdtemp(place)) return 1;
     proc = open("/proc", O_PATH | O_DIRECTORY);
@@ -286,6 +324,7 @@ int main(void) {
         {.name = "stopped while computing", .child = computes, .threads = 1, .stop = true},
     };
     for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) try(&trials[i]);
+    try_dispatching();
     rmdir(place);
     return check_report();
 }
