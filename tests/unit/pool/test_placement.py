@@ -120,6 +120,32 @@ def test_a_slow_link_costs_what_it_costs():
     assert choose(REPO, fleet, measured(repo=1.0)).entry == "far"
 
 
+def test_of_ways_that_take_equally_long_the_nearer_one_is_chosen():
+    for names in (["far", "near"], ["near", "far"]):
+        fleet = Fleet()
+        for name in names:
+            fleet.add_node(name, link_s={"far": 3.0, "near": 2.0}[name])
+            fleet.node(name).load = {"far": 0.0, "near": 1.0}[name]
+            fleet.stored(name, IMAGE[-1].key)
+        choice = choose(IMAGE, fleet, measured(create=1.0))
+
+        assert (choice.node, choice.expected_s) == ("near", 4.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 19), st.booleans()), max_size=60))
+def test_nodes_that_close_and_open_are_seen_as_they_are(changes):
+    """Twenty at the same distance, in a ring that each may leave and join at any time."""
+    fleet = Fleet()
+    is_open = dict.fromkeys(range(20), True)
+    for n in range(20):
+        fleet.add_node(f"n{n}")
+    for n, value in changes:
+        fleet.node(f"n{n}").is_open = is_open[n] = value
+    seen = {node.name for _ in range(20) for node in fleet.some()}
+
+    assert seen == {f"n{n}" for n, value in is_open.items() if value}
+
+
 def test_the_one_parked_last_is_taken_first():
     """Its memory is most likely still in the caches."""
     fleet = one_node(idle=[IMAGE[-1]] * 3)

@@ -256,7 +256,8 @@ def test_a_deadline_that_has_passed_gets_what_is_idle_or_a_refusal():
     assert pool.handle(Tick(4.0)) == []  # binding what was handed out is not cut off
 
 
-def test_an_upgrade_is_cut_off_at_the_deadline():
+@pytest.mark.parametrize("answer", ["returned", "rejected"])
+def test_an_upgrade_is_cut_off_at_the_deadline(answer):
     pool = ready(stored=[])
     entry = lease(pool, "t1", IMAGE)
     pool.handle(Returned(1.0, entry, clean=True))
@@ -264,7 +265,9 @@ def test_an_upgrade_is_cut_off_at_the_deadline():
     (refused,) = pool.handle(Tick(9.0))
     assert (refused.ticket, refused.reason, pool.starting) == ("t2", "deadline", 0)
 
-    assert kinds(pool.handle(Returned(9.1, entry, clean=False))) == [Destroy]
+    orders = pool.handle(Returned(9.1, entry, clean=False) if answer == "returned" else Rejected(9.1, "t2", "cut off"))
+    assert kinds(orders) == [Destroy]
+    assert pool.handle(Gone(9.2, entry)) == [] and pool.size == 0
 
 
 def test_room_is_made_by_destroying_what_is_idle_and_used_only_when_it_is_free():
