@@ -15,7 +15,7 @@ import pytest
 
 from untax import cli
 
-_PATHS = os.pathsep.join(p for p in sys.path if p)
+PATHS = os.pathsep.join(p for p in sys.path if p)
 
 
 def command(*arguments):
@@ -24,7 +24,7 @@ def command(*arguments):
 
 def untax(*arguments, **options):
     return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": _PATHS}, **options
+        command(*arguments), capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": PATHS}, **options
     )
 
 
@@ -88,7 +88,7 @@ def test_o10_escape_sequences_are_neutralised_on_a_terminal_unless_raw(on_proces
 
 def test_ctrl_c_leaves_nothing(on_process, process_state):
     running = subprocess.Popen(
-        command("run", *on_process, "--", "sleep", "4321.5"), env={**os.environ, "PYTHONPATH": _PATHS}, stderr=subprocess.DEVNULL
+        command("run", *on_process, "--", "sleep", "4321.5"), env={**os.environ, "PYTHONPATH": PATHS}, stderr=subprocess.DEVNULL
     )
     assert wait_for(lambda: sleepers("4321.5"))
     running.send_signal(signal.SIGINT)
@@ -164,7 +164,7 @@ def on_terminal(*arguments, typed=b"", size=(24, 80), want_code=False):
     """Run on a terminal of our own; what appeared on it."""
     pid, master = pty.fork()
     if pid == 0:
-        os.environ["PYTHONPATH"] = _PATHS
+        os.environ["PYTHONPATH"] = PATHS
         os.execv(sys.executable, command(*arguments))
     import fcntl
     import struct

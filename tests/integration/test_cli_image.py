@@ -14,7 +14,7 @@ from tests import treelist
 from tests.chains import rich_chain
 from tests.engines_fixture import docker  # noqa: F401
 from tests.images import small_directory
-from tests.integration.test_cli import command, on_terminal, untax, wait_for
+from tests.integration.test_cli import PATHS, command, on_terminal, untax, wait_for
 
 from untax import Engine, EnvSpec, substrates
 from untax.cli import image as image_command
@@ -343,6 +343,7 @@ def test_ctrl_c_ends_an_export_and_leaves_nothing(image, tmp_path):
             huge.truncate(3 << 30)
     running = subprocess.Popen(
         command("image", "export", "--state-dir", str(tmp_path / "state"), f"dir:{top}", "-o", str(out / "ram"), "--format", "initramfs"),
+        env={**os.environ, "PYTHONPATH": PATHS},
         stderr=subprocess.DEVNULL,
     )
     try:
@@ -359,6 +360,7 @@ def test_ctrl_c_ends_a_build_and_leaves_nothing(image, repo):
     needs_namespace()
     running = subprocess.Popen(
         command("image", "build", "--state-dir", str(image.layers.parent), "--repo", repo, "--setup", "sleep 4322.5"),
+        env={**os.environ, "PYTHONPATH": PATHS},
         stderr=subprocess.DEVNULL,
     )
     from tests.integration.test_cli import sleepers
