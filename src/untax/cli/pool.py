@@ -65,7 +65,7 @@ def _grid(arguments: argparse.Namespace, description: Description, policies: lis
     if arguments.json:
         print(json.dumps(report.grid_document(description, arguments.seed, cells)))
         return 0
-    print("\n".join([*report.heading(description.with_cell(0, 0), arguments.seed, is_grid=True), "", *report.grid_table(cells)]))
+    print("\n".join([*report.heading(description, arguments.seed, is_grid=True), "", *report.grid_table(cells)]))
     return 0
 
 

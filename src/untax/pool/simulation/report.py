@@ -34,7 +34,8 @@ def heading(description: Description, seed: int, *, is_grid: bool = False) -> li
         return [first, f"rollouts as recorded in {description.ledgers.name}, the first {description.warmup:.0%} not counted; seed {seed}"]
     load = "" if is_grid else f", Zipf {arrivals.zipf:g}, utilisation {arrivals.utilisation:g}"
     specs = f"{arrivals.specs} specs over {arrivals.repos} repositories and {arrivals.images} images"
-    counted = f"{arrivals.rollouts} rollouts, the first {description.warmup:.0%} not counted"
+    rollouts = f"{description.grid.rollouts or arrivals.rollouts} rollouts in each cell" if is_grid else f"{arrivals.rollouts} rollouts"
+    counted = f"{rollouts}, the first {description.warmup:.0%} not counted"
     return [first, f"{counted}; {specs}{load}, burst {arrivals.burst:g}, held {arrivals.hold_s:g} s; seed {seed}"]
 
 
