@@ -135,7 +135,8 @@ void launcher_create(uint32_t seq, struct rd *r) {
     if (has_slot && !prepare(&p, &c, &step)) pid = start_child(&p, b, &channel, &step);
     int error = errno;
     close_plan(&p);
-    if (pid > 0 && furnish(&p, &c, b, &step)) {
+    if (pid > 0) b->handle = ++L.generation << RANGE_BITS | p.slot.range;
+    if (pid > 0 && (furnish(&p, &c, b, &step) || (step = "watching it", launcher_watch(b)))) {
         error = errno;
         k_pidfd_send_signal(b->pidfd, SIGKILL);
         waitpid(pid, NULL, 0);
@@ -160,13 +161,11 @@ void launcher_create(uint32_t seq, struct rd *r) {
     b->in_memory = c.in_memory;
     b->pid = pid;
     b->slot = p.slot;
-    b->handle = ++L.generation << RANGE_BITS | p.slot.range;
     L.boxes[p.slot.range] = b;
     struct wr w = launcher_answer(seq, 0);
     wr_u32(&w, b->handle);
     wr_u32(&w, (uint32_t)pid);
     launcher_send(&w, &channel, 1);
-    launcher_watch(b);
     io_close(&b->slot.netns);  // it lives in its processes now
     layout_let_go();
 }

@@ -106,6 +106,7 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     if (pipe2(status, O_CLOEXEC | O_NONBLOCK)) return -1;
     autoclose int ours = status[0], theirs = status[1];
     autoclose int note = birth_file();
+    if (launcher_watch_entry(ours, (uint32_t)i)) return -1;
     struct birth *birth = birth_map(note);
     if (!birth) return -1;
     struct entry e = {.birth = birth, .in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .setup = b->status, .user = user,
@@ -119,7 +120,6 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     if (pid < 0) return -1;
     entries[i] = (struct pending){.seq = seq, .handle = b->handle, .pid = pid, .status = ours, .sock = agents, .note = note, .name = name, .until_ns = io_now_ns() + PATIENCE_NS};
     entries_used++;
-    launcher_watch_entry(ours, (uint32_t)i);
     ours = agents = note = -1;
     return 0;
 }

@@ -52,9 +52,9 @@ struct launcher L;  // set up by launcher_main: an initialiser would put all of 
 enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS, SRC_ENTRY, SRC_SNAPSHOT };
 static uint64_t tag(enum source s, uint32_t handle) { return (uint64_t)s << 32 | handle; }
 
-static void watch(int fd, uint64_t what) {
+static int watch(int fd, uint64_t what) {
     struct epoll_event e = {.events = EPOLLIN, .data.u64 = what};
-    epoll_ctl(L.epoll, EPOLL_CTL_ADD, fd, &e);
+    return epoll_ctl(L.epoll, EPOLL_CTL_ADD, fd, &e);
 }
 
 // ---- answers ----
@@ -98,12 +98,9 @@ bool launcher_valid_id(struct span s) {
     return true;
 }
 
-void launcher_watch(struct box *b) {
-    watch(b->pidfd, tag(SRC_BOX, b->handle));
-    watch(b->status, tag(SRC_STATUS, b->handle));
-}
-void launcher_watch_entry(int fd, uint32_t index) { watch(fd, tag(SRC_ENTRY, index)); }
-void launcher_watch_snapshot(int fd, uint32_t index) { watch(fd, tag(SRC_SNAPSHOT, index)); }
+int launcher_watch(struct box *b) { return watch(b->pidfd, tag(SRC_BOX, b->handle)) || watch(b->status, tag(SRC_STATUS, b->handle)) ? -1 : 0; }
+int launcher_watch_entry(int fd, uint32_t index) { return watch(fd, tag(SRC_ENTRY, index)); }
+int launcher_watch_snapshot(int fd, uint32_t index) { return watch(fd, tag(SRC_SNAPSHOT, index)); }
 
 void launcher_unwatch(int *fd) {
     if (*fd >= 0) epoll_ctl(L.epoll, EPOLL_CTL_DEL, *fd, NULL);
@@ -420,7 +417,7 @@ int launcher_main(int argc, char **argv) {
     umask(022);
     raise_file_limit();
     seccomp_prepare();
-    watch(L.engine, tag(SRC_ENGINE, 0));
+    if (watch(L.engine, tag(SRC_ENGINE, 0))) return 1;
     serve();
     close_all();
     return 0;

@@ -55,8 +55,9 @@ void launcher_refuse(uint32_t seq, const char *step, int error);
 void launcher_done(uint32_t seq);  // answers that it is done, with nothing more to say
 struct box *launcher_find(uint32_t handle);
 // From now on its end is noticed, and what its set-up has to say.
-void launcher_watch(struct box *b);
-void launcher_watch_entry(int fd, uint32_t index);
+// 0, or -1 with errno: an ordinary user's workload can use up what its user may watch (epoll(7)).
+int launcher_watch(struct box *b);
+int launcher_watch_entry(int fd, uint32_t index);
 // Closes what was watched. A plain close would not do: a child that was forked meanwhile may hold the same pipe or socket, and then epoll goes on
 // telling of it, under a number that is nobody's or somebody else's by then.
 void launcher_unwatch(int *fd);
@@ -83,7 +84,7 @@ bool launcher_is_entering(uint32_t handle);
 // In snapshot.c: answers when the snapshot is taken, with how, how long everything stood still, and under which name the layer lies.
 void launcher_snapshot(uint32_t seq, struct rd *r);
 void launcher_snapshot_said(uint32_t index);  // its socket is readable
-void launcher_watch_snapshot(int fd, uint32_t index);
+int launcher_watch_snapshot(int fd, uint32_t index);
 void launcher_abandon(uint32_t handle);       // the sandbox is to end: so is a snapshot of it
 void launcher_drop_layer(uint32_t seq, struct rd *r);
 // Keeps a request about a sandbox for when its snapshot is taken. False: none is, or there is no memory.

@@ -183,6 +183,7 @@ static int start(uint32_t seq, struct box *b, const char *fresh) {
     }
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) return -1;
     autoclose int ours = pair[0], its = pair[1];
+    if (launcher_watch_snapshot(ours, (uint32_t)i)) return -1;
     bool may_swap = b->layout.lower_count + 2 < LAYERS_MAX;  // the kernel takes no more
     struct pending *p = &pending[i];
     *p = (struct pending){.seq = seq, .handle = b->handle, .sock = ours, .until_ns = io_now_ns() + PATIENCE_NS};
@@ -199,7 +200,6 @@ static int start(uint32_t seq, struct box *b, const char *fresh) {
         return -1;
     }
     used++;
-    launcher_watch_snapshot(ours, (uint32_t)i);
     ours = -1;
     return 0;
 }

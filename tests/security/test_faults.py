@@ -587,6 +587,7 @@ async def test_x12_input_and_output_errors_below_the_state_directory(tmp_path, a
         "sethostname",
         "setresuid",
         "capset",
+        "epoll_ctl",
     ]
     + (["pivot_root", "clone3", "openat2", "write", "seccomp", "setns", "chdir"] if LONG else []),
 )
