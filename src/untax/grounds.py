@@ -6,7 +6,7 @@ asked once per engine; `Engine.prepare` asks again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ class Grounds:
         self.store = store
         self._stages = stages
         self._at_hand: OrderedDict[_Key, Ground] = OrderedDict()
+        self._uses: Counter[_Key] = Counter()  # of what is at hand, since it was found
 
     def at_hand(self, spec: EnvSpec) -> Ground | None:
         """Held for the caller; None when it has to be looked for."""
@@ -37,6 +38,7 @@ class Grounds:
         if ground is None:
             return None
         self._at_hand.move_to_end(key)
+        self._uses[key] += 1
         return ground.hold()
 
     async def find(self, spec: EnvSpec, progress: Progress | None = None) -> tuple[Ground, Mapping[str, float]]:
@@ -48,18 +50,25 @@ class Grounds:
         """As the image is now. Leases of that image look for it again; the pin is the caller's."""
         prepared = await self._stages.root(spec, progress=progress, ask_again=True)
         for key in [key for key in self._at_hand if key[0] == spec.image]:
-            self._at_hand.pop(key).release()
+            self._put_back(key)
         return prepared
 
     def forget(self, spec: EnvSpec) -> None:
         """Look for it again next time: what was at hand did not serve."""
-        ground = self._at_hand.pop(_key(spec), None)
-        if ground is not None:
-            ground.release()
+        if _key(spec) in self._at_hand:
+            self._put_back(_key(spec))
 
     def close(self) -> None:
-        while self._at_hand:
-            self._at_hand.popitem()[1].release()
+        for key in list(self._at_hand):
+            self._put_back(key)
+
+    def _put_back(self, key: _Key) -> None:
+        """Let go of it, and tell the store how much use it was: that decides what is evicted first."""
+        ground = self._at_hand.pop(key)
+        uses = self._uses.pop(key, 0)
+        for stage in ground.stages if uses else ():
+            self.store.used(stage.key, uses)
+        ground.release()
 
     def _keep(self, spec: EnvSpec, prepared: Prepared) -> Ground:
         pin = prepared.pin
@@ -72,7 +81,7 @@ class Grounds:
         self.forget(spec)
         self._at_hand[_key(spec)] = ground
         while len(self._at_hand) > _AT_HAND:
-            self._at_hand.popitem(last=False)[1].release()
+            self._put_back(next(iter(self._at_hand)))
         return ground
 
 

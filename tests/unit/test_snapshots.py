@@ -11,6 +11,7 @@ import pytest
 
 import untax
 from untax import flats, quarantine, shelf
+from untax.layers.store import LayerStore
 from untax.testing import FakeExit, LayeredFake
 
 
@@ -628,3 +629,15 @@ async def test_an_image_s_wishes_count_where_the_spec_says_nothing(fake, make, i
         ("/srv", "app" if marks == "trusted" else "user"), ("/srv", "app" if marks == "trusted" else "user"), ("/w", "me"),
     ]  # fmt: skip
     assert not any(line.startswith("spawn /bin/false") for line in fake.log)
+
+
+async def test_every_lease_counts_as_a_use_of_its_stages(make, tmp_path):
+    """Otherwise what is leased a thousand times would be evicted like what was leased once."""
+    spec = untax.EnvSpec(setup=("true",), isolation="none")
+    async with make() as engine:
+        for _ in range(5):
+            async with engine.lease(spec):
+                pass
+
+    store = LayerStore(tmp_path / "state" / "layers", marks=engine.substrate.marks)
+    assert [round(one.uses) for one in store.candidates()] == [5]

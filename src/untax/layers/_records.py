@@ -58,7 +58,7 @@ class Records:
 
     # ---- use ----
 
-    def note_use(self, key: str) -> None:
+    def note_use(self, key: str, times: int = 1) -> None:
         """Failing to is no failure."""
         now = time.time()
         try:
@@ -69,7 +69,7 @@ class Records:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             uses, since = _unpack_use(os.pread(fd, _USE.size, 0))
-            os.pwrite(fd, _USE.pack(eviction.aged(uses, now - since) + 1.0, now), 0)
+            os.pwrite(fd, _USE.pack(eviction.aged(uses, now - since) + times, now), 0)
         except OSError:
             pass
         finally:

@@ -311,9 +311,9 @@ class LayerStore:
             self._records.forget((key,))
             self._remove_layers(record.adds if record is not None else (), _Tally())
 
-    def used(self, key: str) -> None:
+    def used(self, key: str, times: int = 1) -> None:
         """Note that a stage was of use: what is used more is evicted later."""
-        self._records.note_use(key)
+        self._records.note_use(key, times)
 
     @contextlib.contextmanager
     def lock_stage(self, key: str) -> Iterator[None]:

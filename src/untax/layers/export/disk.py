@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,28 +39,28 @@ def write_squashfs(job: Job, target: Path) -> None:
     top = next(_items(job.uncounted()))
     if (top.uid, top.gid) != (0, 0):
         job.losses.add(TOP_OWNER)  # there are options for it, which 4.5 takes and forgets
-    packer = subprocess.Popen(
-        [tool, "-", target, "-tar", "-noappend", "-no-progress", "-quiet", "-mkfs-time", "0", "-root-mode", f"{top.mode:o}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env={"PATH": _SYSTEM_PATH, "LC_ALL": "C"},
-    )
-    assert packer.stdin is not None
-    assert packer.stdout is not None
-    try:
-        with suppress(BrokenPipeError):  # it says why, below
-            _tar.write_tar(_for_squashfs(job), packer.stdin.write, job.losses, on_bytes=job.on_bytes)
-            packer.stdin.close()
-        said = packer.stdout.read()
-        if packer.wait() != 0:
-            raise _failed("mksquashfs", said)
-    finally:
-        packer.kill()
-        packer.wait()
-        for end in (packer.stdin, packer.stdout):
+    # Its words go to a file, not a pipe, which nobody would read while everything is written.
+    with tempfile.TemporaryFile() as words:
+        packer = subprocess.Popen(
+            [tool, "-", target, "-tar", "-noappend", "-no-progress", "-quiet", "-mkfs-time", "0", "-root-mode", f"{top.mode:o}"],
+            stdin=subprocess.PIPE,
+            stdout=words,
+            stderr=subprocess.STDOUT,
+            env={"PATH": _SYSTEM_PATH, "LC_ALL": "C"},
+        )
+        assert packer.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # it says why, below
+                _tar.write_tar(_for_squashfs(job), packer.stdin.write, job.losses, on_bytes=job.on_bytes)
+                packer.stdin.close()
+            if packer.wait() != 0:
+                words.seek(0)
+                raise _failed("mksquashfs", words.read())
+        finally:
+            packer.kill()
+            packer.wait()
             with suppress(OSError):
-                end.close()
+                packer.stdin.close()
 
 
 def _items(job: Job) -> Iterator[Item]:
