@@ -63,7 +63,8 @@ async def test_sandboxes_that_end_beside_a_long_snapshot_leave_the_launcher_idle
                 before_s = processor_s(launcher)
                 await asyncio.sleep(1)
                 spent_s = processor_s(launcher) - before_s
-        await (await asyncio.wait_for(asked, 20)).discard()
+        with contextlib.suppress(untax.BackendError):  # its own patience may have ended meanwhile
+            await (await asyncio.wait_for(asked, 20)).discard()
         if spent_s is not None:
             break
     assert spent_s is not None, "no snapshot could be held"
