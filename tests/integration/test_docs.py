@@ -23,6 +23,6 @@ def examples():
 def test_an_example_runs(source, tmp_path):
     if "Engine()" in source and (reason := substrates.load("namespace").unavailable_reason()):
         pytest.skip(f"namespace: {reason}")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "XDG_STATE_HOME": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "UNTAX_STATE_DIR": str(tmp_path / "state")}
     done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

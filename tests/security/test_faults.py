@@ -973,7 +973,7 @@ async def test_x31_another_version_is_refused_with_both_named(tmp_path):
 
 def doctor(prefix: list[str], tmp_path: Path) -> dict:
     root = Path(__file__).resolve().parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)}
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "UNTAX_STATE_DIR": str(tmp_path / "state"), "HOME": str(tmp_path)}
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "untax.cli", "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60
     )

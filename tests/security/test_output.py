@@ -107,7 +107,7 @@ async def test_o10_the_command_line_neutralises_terminal_controls(tmp_path):
     import select
 
     argv = [sys.executable, "-m", "untax.cli", "run", "--", "printf", r"\033]52;c;ZXZpbA==\a\033]0;t\a visible"]
-    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(["src", "."])}
+    env = {**os.environ, "UNTAX_STATE_DIR": str(tmp_path / "state"), "PYTHONPATH": os.pathsep.join(["src", "."])}
     piped = subprocess.run(argv, capture_output=True, env=env, timeout=60)
     if piped.returncode != 0:
         pytest.fail(f"untax run: {piped.stderr.decode(errors='replace')[-500:]}")

@@ -61,7 +61,9 @@ def is_host_root() -> bool:
 
 
 def default_state_dir() -> Path:
-    """Where engines keep what must not be lost track of: /var/lib/untax for root, the user's own state directory otherwise."""
+    """Where engines keep what must not be lost track of: UNTAX_STATE_DIR, or /var/lib/untax for root and the user's own state directory otherwise."""
+    if named := os.environ.get("UNTAX_STATE_DIR"):
+        return Path(named)
     if os.geteuid() == 0:
         return Path("/var/lib/untax")
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
