@@ -108,7 +108,11 @@ class Fleet:
             self._nodes[name] = Node(name, link_s, self._open)
             self._parked[name], self._held[name] = {}, set()
             return
-        kept = [*([self._open] if node.is_open else []), *(self._idle[key] for key in self._parked[name]), *(self._present[key] for key in self._held[name])]
+        kept = [
+            *([self._open] if node.is_open else []),
+            *(self._idle[key] for key in self._parked[name]),
+            *(self._present[key] for key in self._held[name]),
+        ]
         for nodes in kept:
             nodes.discard(node)
         node.link_s = link_s
