@@ -89,3 +89,9 @@ def test_an_installation_without_a_cell_names_the_remedy(monkeypatch, tmp_path):
     with pytest.raises(SubstrateUnavailable, match="wheel"):
         _host.cell_path()
     assert "pip install" in (substrates.load("process").unavailable_reason() or "")
+
+
+def test_the_environment_may_name_the_state_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("UNTAX_STATE_DIR", str(tmp_path))
+    assert _host.chosen_state_dir(None) == tmp_path
+    assert str(_host.chosen_state_dir("/elsewhere")) == "/elsewhere"

@@ -236,16 +236,27 @@ def _mount_table() -> str:
         return ""
 
 
+_ITS_OWN = ("/tmp", "/dev", "/proc")
+
+
 def _interpreter_prefixes() -> list[str]:
     """Where the running interpreter and its packages are, unless a view of /usr holds them already.
 
-    A prefix that is a home directory, or holds one, would show more than an interpreter: it is left out.
+    A prefix that is a home directory, or holds one, would show more than an interpreter: it is left out. So is one where a sandbox
+    has something of its own, a /tmp for instance, which would cover it.
     """
     found: list[Path] = []
     home = Path.home().resolve()
     for prefix in (Path(sys.prefix).resolve(), Path(sys.base_prefix).resolve()):
         is_wide = prefix == home or prefix in home.parents
-        if prefix.is_relative_to("/usr") or is_wide or any(prefix.is_relative_to(other) for other in found):
+        is_covered = any(prefix.is_relative_to(own) for own in _ITS_OWN)
+        if is_covered:
+            _log.warning(
+                "%s is not in the image 'host': a sandbox has a %s of its own; use an interpreter that lies elsewhere",
+                prefix,
+                prefix.parents[-2],
+            )
+        if prefix.is_relative_to("/usr") or is_wide or is_covered or any(prefix.is_relative_to(other) for other in found):
             continue
         found = [other for other in found if not other.is_relative_to(prefix)] + [prefix]
     return [str(prefix) for prefix in found]

@@ -196,3 +196,12 @@ async def test_a_directory_whose_upper_levels_change_is_another_image(tmp_path):
     (tmp_path / "etc").write_text("x")
 
     assert len({first, second, await source.identify()}) == 3
+
+
+def test_an_interpreter_below_tmp_is_said_and_left_out(monkeypatch, caplog):
+    """A sandbox's own /tmp would cover it."""
+    monkeypatch.setattr("sys.prefix", "/tmp/env")
+    monkeypatch.setattr("sys.base_prefix", "/usr")
+
+    assert host._interpreter_prefixes() == []
+    assert "elsewhere" in caplog.text
