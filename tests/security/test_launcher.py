@@ -94,7 +94,7 @@ async def test_a_snapshot_behind_a_worker_that_is_kept_from_coming_is_refused_in
     await taken.discard()
 
 
-@pytest.mark.skipif(not ROOT, reason="mounts a file system")
+@pytest.mark.skipif(not ROOT, reason="needs root: mounts a file system")
 async def test_a_link_in_the_place_of_a_directory_is_not_followed_to_the_host(tmp_path, spec):
     """What an upper directory holds is looked at without leaving it: here the link leads to a file system that never answers."""
     where = tmp_path / "hung"

@@ -170,7 +170,7 @@ async def test_a_snapshot_under_a_fork_storm_is_taken_or_refused_and_nobody_stay
 
 async def test_a_paused_sandbox_can_be_frozen_and_stays_paused(box):
     if not ROOT:
-        pytest.skip("needs the freezer")
+        pytest.skip("needs root: only its engine has the freezer")
     async with running(box, "import time\nprint('ready')\nwhile True: print(time.monotonic()); time.sleep(0.01)", cwd=WORK) as program:
         await box._sandbox.pause()
         async with frozen(box) as taken:
