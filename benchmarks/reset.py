@@ -21,6 +21,7 @@ DIRT = f"""
 python3 -m pip install --quiet --no-index --no-deps --disable-pip-version-check --target ./packages ./dirt-1.0-py3-none-any.whl
 mkdir -p many && cd many && seq {FILES} | xargs touch
 nohup python3 -m http.server --bind 127.0.0.1 8000 >/dev/null 2>&1 &
+until : 2>/dev/null >/dev/tcp/127.0.0.1/8000; do sleep 0.01; done
 """
 
 
