@@ -6,6 +6,7 @@ a name of its choosing: its members are read where they lie.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import hashlib
@@ -100,7 +101,7 @@ class _Image(NamedTuple):
     """The names of the layers' files and, where the image has them, digests."""
 
 
-class _Packaged:
+class _Packaged(abc.ABC):
     """What `oci:` and `docker-archive:` share: a path, maybe a name behind it, and an image in there to be found."""
 
     scheme = ""
@@ -142,8 +143,9 @@ class _Packaged:
                 raise StageFailed("image", f"{image.what}: it has {len(layers)} layers and its config names {len(image.config.diff_ids)}")
             return Chain(store, image.what, image.config).put(layers, check=stop.check, progress=progress)
 
+    @abc.abstractmethod
     def _image(self, folder: Folder, wanted: str | None) -> _Image:
-        raise NotImplementedError
+        """Read what the folder says of its image; `StageFailed` for what is none, or not the `wanted` one."""
 
 
 class LayoutImage(_Packaged):
