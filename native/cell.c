@@ -8,7 +8,6 @@
 #include <unistd.h>
 
 #include "agent.h"
-#include "disk.h"
 #include "dispatch.h"
 #include "launch.h"
 #include "seccomp.h"
@@ -16,7 +15,6 @@
 static int usage(FILE *to, int status) {
     fputs("cell launcher                   make sandboxes for the engine on the socket given\n"
           "cell agent --stdio [--dir DIR]  serve one channel on standard input and output\n"
-          "cell remove DIR                 remove a tree, however deep, that a workload may have written\n"
           "cell seccomp-table              print the verdict for each system call\n"
           "cell version\n",
           to);
@@ -56,22 +54,10 @@ static int agent(int argc, char **argv) {
     return agent_main(&opts);
 }
 
-// What lies too deep is brought up beside the tree, so that is where we go.
-static int remove_tree(char *path) {
-    char *slash = strrchr(path, '/');
-    if (slash) *slash = 0;
-    if ((slash && chdir(slash == path ? "/" : path)) || !disk_remove_tree(AT_FDCWD, slash ? slash + 1 : path)) {
-        perror("cell remove");
-        return 1;
-    }
-    return 0;
-}
-
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
     if (!strcmp(what, "launcher")) return launcher_main(argc, argv);
-    if (!strcmp(what, "remove") && argc == 3) return remove_tree(argv[2]);
     if (!strcmp(what, "seccomp-table")) return seccomp_table_main();
     if (!strcmp(what, "version")) {
         puts(UNTAX_VERSION);
