@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from untax.core.result import CommandResult
 from untax.core.root import Root
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Limits
 from untax.core.stream import ByteStream
 
 
@@ -108,6 +108,17 @@ class Enforcing(Protocol):
 
     @property
     def unenforced(self) -> Sequence[Unenforced]: ...
+
+
+@runtime_checkable
+class Rebindable(Protocol):
+    """A sandbox whose limits can be changed while it lives, from outside only."""
+
+    async def bind_limits(self, limits: Limits) -> Sequence[Unenforced]:
+        """Hold it to `limits` from now on; what it is not held to is returned, with the reason, and stays as it was.
+
+        Meant for a sandbox in which nothing runs yet: actions under way may end with an error. Raise `SandboxLost` when it is gone.
+        """
 
 
 @runtime_checkable
