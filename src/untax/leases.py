@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from untax.channel.egress import Policy
 from untax.core.errors import UsageError
 from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
+from untax.core.stage import Stage
 from untax.core.substrate import Substrate
 from untax.ground import Ground
 from untax.snapshot import Snapshot
@@ -46,6 +47,24 @@ class Request:
     ground: Ground | None = None
     """The same, already found; the engine's own builds begin so, with a `cache` that they share."""
     cache: Path | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it begins with its spec's own stages and nothing else, so that a pool can serve it."""
+        return self.snapshot is None and self.ground is None
+
+    def neutral(self, stages: Sequence[Stage] | None = None) -> Request:
+        """The same with nothing in it that binds late, with `stages` of no more than these; what cannot bind late stays."""
+        spec = self.spec
+        changes: dict[str, Any] = {"env": FrozenEnv(), "network": "none"}
+        names = {stage.name for stage in stages} if stages is not None else {"repo", "deps"}
+        if "repo" not in names:
+            changes["repo"] = None
+        if "deps" not in names:
+            changes["setup"] = ()
+        if not names & {"repo", "deps"} and (spec.repo is not None or spec.setup):
+            changes["workdir"] = None  # of what is left out
+        return Request(replace(spec, **changes), {}, None, self.ttl_s)
 
 
 def checked(substrate: Substrate, spec: EnvSpec | None, late: Bindings) -> Request:

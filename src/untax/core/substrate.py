@@ -122,6 +122,29 @@ class Rebindable(Protocol):
 
 
 @runtime_checkable
+class UserBinding(Protocol):
+    """A sandbox whose own user can be changed while it lives."""
+
+    async def bind_user(self, user: str | None) -> None:
+        """Everything that names no other user is `user`'s from now on, or the sandbox's first user's; `facts` says so.
+
+        `UsageError` when there is no such user inside. Meant for a sandbox in which nothing runs yet.
+        """
+
+
+@runtime_checkable
+class BindingLate(Protocol):
+    """A substrate all of whose sandboxes take their limits (`Rebindable`), their user (`UserBinding`) or both late.
+
+    What is not named here is fixed when a sandbox is created, and one that was made ahead serves only leases with the same.
+    A substrate that holds nobody to any limit names `limits` too: all are the same to it.
+    """
+
+    @property
+    def binds_late(self) -> frozenset[Literal["limits", "user"]]: ...
+
+
+@runtime_checkable
 class Explaining(Protocol):
     """A sandbox that may know why it never came up."""
 

@@ -46,6 +46,9 @@ class Policy:
     """Whether a sandbox whose reset was verified may serve again."""
     shares_stages: bool = True
     """Whether a stage that was put in place once is a layer that others begin with: it is then built for all that wait for it."""
+    upgrades_in_place: bool = True
+    """Whether missing stages can be added to a sandbox that lives. Where they cannot, an idle one at a lower stage saves nothing
+    but its room: it is taken only when there is no other, and replaced."""
     first_starting: int = 4
     fewest_starting: int = 2
     most_starting: int = 64
@@ -141,6 +144,7 @@ class Pool:
             ev.Withdrawn: self._withdrawn,
             ev.Made: self._made,
             ev.Failed: self._failed,
+            ev.Abandoned: self._abandoned,
             ev.Bound: self._bound,
             ev.Rejected: self._rejected,
             ev.Returned: self._returned,
@@ -208,6 +212,21 @@ class Pool:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)
 
+    def is_wanted(self, order: int) -> bool:
+        """Whether somebody waits for what is being made by this order, or a target asks for it."""
+        create = self._starts[order].create
+        assert create is not None
+        spec = self._spec(create.stages[-1])
+        target = spec.target.count if spec.target else 0
+        return spec.making <= spec.waiting + max(0, target - self._stock.idle_at(spec.stage.key))
+
+    def is_short(self, stage: Stage) -> bool:
+        """Whether one more idle at this stage would be taken or kept."""
+        spec = self._specs.get(stage.key)
+        if spec is None:
+            return False
+        return bool(spec.waiting) or (spec.target is not None and self._stock.idle_at(stage.key) + spec.making < spec.target.count)
+
     def standings(self) -> list[Standing]:
         return [
             Standing(spec.stage, self._stock.idle_at(key), spec.leased, spec.making, spec.waiting, spec.target.count if spec.target else 0)
@@ -264,6 +283,9 @@ class Pool:
         elif create.ticket is not None and (ticket := self._tickets.get(create.ticket)) is not None and ticket.state == "waiting":
             self._charge(ticket, event.why)
 
+    def _abandoned(self, event: ev.Abandoned) -> None:
+        self._end_create(event.order)
+
     def _bound(self, event: ev.Bound) -> None:
         ticket = self._tickets.get(event.ticket)
         if ticket is None:
@@ -285,7 +307,9 @@ class Pool:
             raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
         assert ticket.entry is not None
         entry = self._stock[ticket.entry]
-        was_parked = entry.order is None and ticket.id not in self._starts
+        # One that was idle before the ticket came is no attempt: there may be many of them, and each that dies is gone now. What was
+        # made since is one, so that sandboxes that all die when they are handed out do not keep a ticket for ever.
+        was_parked = (entry.order is None or entry.since_s < ticket.asked_s) and ticket.id not in self._starts
         self._end_upgrade(ticket, is_done=False)
         ticket.entry = None
         self._give_back(entry)
@@ -296,7 +320,7 @@ class Pool:
         self._wait(ticket)
         if not event.is_retryable:
             self._refuse_all_that_need(event.stage or ticket.stages[-1].key, event.why)
-        elif not was_parked:  # one that died while it was parked is no attempt: there may be many of them, and each is gone now
+        elif not was_parked:
             self._charge(ticket, event.why)
 
     def _returned(self, event: ev.Returned) -> None:
@@ -390,7 +414,7 @@ class Pool:
             self._claim(ticket, 1, ticket.memory_mib)
             return False
         self._stock.set_load(self._starts.load)
-        choice = choose(ticket.stages, self._stock.fleet, self.costs)
+        choice = choose(ticket.stages, self._stock.fleet, self.costs, can_take=self.policy.upgrades_in_place)
         assert choice is not None  # the only node is open
         if choice.entry is None and not self._has_room(1, ticket.memory_mib):
             idle = choose(ticket.stages, self._stock.fleet, self.costs, can_create=False)

@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -164,6 +165,11 @@ class NamespaceSandbox:
         self.unenforced = (*self._unenforced_here, *refused)
         return self.unenforced
 
+    async def bind_user(self, user: str | None) -> None:
+        default = user in (None, "", "user", "1000")
+        await self.provide_worker("" if default else str(user), name="")
+        self._facts = replace(self._facts, user=user or "user", home=home_of(user or "user"))
+
     async def pause(self) -> None:
         await self._freeze(on=True)
 
@@ -242,9 +248,13 @@ class NamespaceSandbox:
         self._forget(self._handle)
 
 
+def home_of(user: str) -> str:
+    return "/root" if user in ("root", "0") else HOME
+
+
 def facts_of(spec: EnvSpec, root: Root) -> Facts:
     """What commands find unless they are told otherwise: the spec's word, then the image's, then ours."""
     user = (spec.user or root.config.user or "user").partition(":")[0]
-    home = "/root" if user in ("root", "0") else HOME
+    home = home_of(user)
     workdir = spec.workdir or root.config.workdir or WORKDIR
     return Facts(workdir, home, user, root.path) if root.path else Facts(workdir, home, user)

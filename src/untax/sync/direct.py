@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from untax.box import TIMEOUT_S
-from untax.box import Box as AsyncBox
 from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel
 from untax.channel.call import Call
@@ -17,6 +16,7 @@ from untax.channel.client import Channel
 from untax.channel.replies import TreeSize
 from untax.channel.stream import SocketStream
 from untax.core.errors import SandboxLost
+from untax.core.spec import EnvSpec, Network
 from untax.core.stream import ByteStream
 from untax.core.substrate import Substrate
 from untax.engine import Engine as AsyncEngine
@@ -63,25 +63,23 @@ class Direct:
         self.blocking.close()
 
 
-class DirectBox(AsyncBox):
-    def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
-        engine = cast("DirectEngine", self._engine)
-        if self.spec.network != "none" or not isinstance(stream, SocketStream):
-            return super()._channel_over(stream, sandbox_id)
-        direct: Direct
-
-        def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
-            assert engine.thread is not None
-            engine.thread.call_soon(self._lost, direct, exc)
-
-        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost), engine.threads)
-        return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
-
-
 class DirectEngine(AsyncEngine):
-    box_class = DirectBox
-
     def __init__(self, substrate: str | Substrate, **options: Any) -> None:
         super().__init__(substrate, **options)
         self.thread: Loop | None = None
         self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")
+
+    def channel_over(self, stream: ByteStream, sandbox_id: str, network: Network, on_lost: Callable[[SandboxLost], None]) -> Channel:
+        if network != "none" or not isinstance(stream, SocketStream):
+            return super().channel_over(stream, sandbox_id, network, on_lost)
+
+        def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
+            assert self.thread is not None
+            self.thread.call_soon(on_lost, exc)
+
+        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost), self.threads)
+        return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
+
+    def fixed(self, spec: EnvSpec) -> tuple[object, ...]:
+        # Egress is served by the loop: a socket that was given to the callers' threads cannot serve any.
+        return (*super().fixed(spec), spec.network != "none")
