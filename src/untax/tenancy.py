@@ -11,27 +11,24 @@ from builtins import list as list_
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from untax.box import Box
 from untax.channel import actions
 from untax.channel.client import READY_TIMEOUT_S, Channel
-from untax.channel.egress import Egress, EgressAttempt
 from untax.core.errors import (
-    BackendError,
     CommandFailed,
     CreateError,
     ProtocolError,
     ReadinessTimeout,
     SandboxLost,
-    SpawnFailed,
     SubstrateError,
     SubstrateUnavailable,
     UsageError,
 )
-from untax.core.ledger import ActionRecord, EgressRecord, Ledger
+from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
-from untax.core.stream import ByteStream
-from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Freezable, Frozen, LayeredSandbox, Sandbox
+from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Freezable, Frozen, LayeredSandbox, Sandbox, UserSwitching
 from untax.ground import Ground
 from untax.snapshot import Snapshot
 
@@ -57,7 +54,6 @@ BASE_ENV: Mapping[str, str] = {
     "DEBIAN_FRONTEND": "noninteractive",
     "PIP_NO_INPUT": "1",
 }
-_INFRASTRUCTURE = (SpawnFailed, SandboxLost, BackendError, ProtocolError)
 _ORDINARY = Facts(workdir="/", home="/root", user="root")
 _NO_IMAGE = ImageConfig()
 
@@ -73,41 +69,20 @@ def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = _NO_IMAGE) -> 
     return {**env, **spec.env}
 
 
-class Tenancy:
-    """What a box is beside its actions. Made by an engine."""
+class Tenancy(Box):
+    """A box whose sandbox is this process's own. Made by an engine."""
+
+    _engine: Engine
 
     def __init__(self, engine: Engine, request: Request, ledger: Ledger) -> None:
-        self.spec = request.spec
-        self._engine = engine
-        self._request = request
-        self._ledger = ledger
-        self._clock = engine.clock
+        super().__init__(engine, request, ledger)
         self._bound = request.spec  # with what the image wishes where the spec says nothing
         self._ground: Ground | None = None  # what the lease began with; None where the substrate has no layers
         self._standing: Ground | None = None  # what the sandbox stands on now
         self._sandbox: Sandbox | None = None
-        self._channel: Channel | None = None
         self._parting: tuple[Sandbox, Ground | None] | None = None  # still to be destroyed
-        self._over: str | None = None  # why no action is possible any more
-        self._blameless = False  # it is over because the holder wanted it so
         self._is_paused = False
-        self._ending: asyncio.Task[None] | None = None
-        self._expiry: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
-        self._changing = asyncio.Lock()  # one reset or snapshot at a time
-
-    def __repr__(self) -> str:
-        return f"<Box {self.id} {self._over or 'live'}>"
-
-    @property
-    def id(self) -> str:
-        """Of the sandbox; another one after `reset`."""
-        return self._ledger.sandboxes[-1] if self._ledger.sandboxes else ""
-
-    @property
-    def ledger(self) -> Ledger:
-        """Where the time went, and the verdict. Final after `release`."""
-        return self._ledger
 
     @property
     def image(self) -> ImageConfig:
@@ -229,13 +204,6 @@ class Tenancy:
         await self._freezable().resume()
         self._is_paused = False
 
-    async def release(self) -> None:
-        """Give the sandbox up. Returns when it is gone; safe to call twice."""
-        if self._ending is None:
-            self._blameless = True
-            self._ending = self._engine.chore(self._end("the box was released"))
-        await self._engine.finish(self._ending)
-
     # ---- how it comes to be, for the engine ----
 
     async def furnish(self, watch: Stopwatch) -> None:
@@ -304,12 +272,6 @@ class Tenancy:
         if self._over is not None:
             raise SandboxLost(self.id, self._over)
 
-    def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
-        egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
-        channel: Channel
-        channel = Channel(stream, sandbox_id=sandbox_id, egress=egress, on_lost=lambda lost: self._lost(channel, lost))
-        return channel
-
     async def _configure(self, sandbox: Sandbox, channel: Channel, facts: Facts) -> None:
         workdir = self._bound.workdir or facts.workdir
         port = facts.proxy_port if self.spec.network != "none" else 0
@@ -357,11 +319,6 @@ class Tenancy:
         return bool(self._request.files or (not has_stages and (spec.repo or spec.setup)))
 
     # ---- how it ends ----
-
-    def _expire(self) -> None:
-        if self._ending is None:
-            reason = f"its lease of {self._request.ttl_s:g} s has ended; ask for more with ttl_s"
-            self._ending = self._engine.chore(self._end(reason))
 
     def _lost(self, channel: Channel, lost: SandboxLost) -> None:
         """The channel has ended by itself: the sandbox is of no more use and goes at once."""
@@ -415,13 +372,7 @@ class Tenancy:
         ledger.closed(watch.last_ns)
         self._engine.forget(self)
 
-    # ---- for both halves ----
-
-    def _live(self) -> Channel:
-        channel = self._channel
-        if channel is None:
-            raise SandboxLost(self.id, self._over or "it is being reset")
-        return channel
+    # ---- what it can do ----
 
     def _layered(self, what: str) -> LayeredSandbox:
         self._live()
@@ -435,23 +386,9 @@ class Tenancy:
             raise UsageError(f"substrate {self._engine.substrate.name!r} cannot pause a sandbox")
         return self._sandbox
 
-    def _failed(self, name: str, start_ns: int, channel: Channel | None, exc: BaseException) -> None:
-        """Write down an action that did not come off; the infrastructure's failures mark the whole rollout."""
-        now = self._clock()
-        self._ledger.record(ActionRecord(name, start_ns, now, now, 0, type(exc).__name__))
-        if not isinstance(exc, _INFRASTRUCTURE):
-            return
-        if isinstance(exc, SandboxLost) and (self._blameless or (self._over is None and channel is not self._channel)):
-            exc.message = self._over or "the box was reset"
-            return  # the holder ended it under its own action
-        if isinstance(exc, SandboxLost) and self._over:
-            exc.message = self._over
-        self._ledger.fault(f"{type(exc).__name__}: {exc}")
-
-    def _note_egress(self, attempt: EgressAttempt) -> None:
-        record = EgressRecord(attempt.host, attempt.port, attempt.verdict, attempt.reason, self._clock())
-        self._ledger.egress_attempt(record)
-        log.info(
-            "egress rollout=%s sandbox=%s to=%r port=%d verdict=%s reason=%r",
-            self._ledger.rollout, self.id, record.host, record.port, record.verdict, record.reason,
-        )  # fmt: skip
+    async def _provide_worker(self, user: str | None) -> None:
+        """Nobody inside acts for `user`; without a user the sandbox's own hands are gone and get replaced."""
+        sandbox = self._sandbox
+        if not isinstance(sandbox, UserSwitching):
+            raise UsageError(f"user {user!r}: substrate {self._engine.substrate.name!r} runs commands as one user only; leave user= out")
+        await sandbox.provide_worker(user or "")

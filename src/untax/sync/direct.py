@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from untax.box import TIMEOUT_S
-from untax.box import Box as AsyncBox
 from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel
 from untax.channel.call import Call
@@ -21,6 +20,7 @@ from untax.core.stream import ByteStream
 from untax.core.substrate import Substrate
 from untax.engine import Engine as AsyncEngine
 from untax.sync.loop import Loop
+from untax.tenancy import Tenancy
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Direct:
         self.blocking.close()
 
 
-class DirectBox(AsyncBox):
+class DirectBox(Tenancy):
     def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
         engine = cast("DirectEngine", self._engine)
         if self.spec.network != "none" or not isinstance(stream, SocketStream):
