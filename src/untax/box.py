@@ -20,6 +20,7 @@ from untax.channel.arguments import Name
 from untax.channel.call import Call
 from untax.channel.client import Channel
 from untax.channel.egress import Egress, EgressAttempt
+from untax.channel.handover import Resumed
 from untax.channel.link import Watch
 from untax.channel.process import Connection, Process
 from untax.channel.replies import Entry, ProcessInfo, SearchResult, TreeSize
@@ -273,8 +274,11 @@ class Box(ABC):
 
     def _expire(self) -> None:
         if self._ending is None:
-            reason = f"its lease of {self._request.ttl_s:g} s has ended; ask for more with ttl_s"
-            self._ending = self._engine.chore(self._end(reason))
+            self._ending = self._engine.chore(self._end(self._expired_reason))
+
+    @property
+    def _expired_reason(self) -> str:
+        return f"its lease of {self._request.ttl_s:g} s has ended; ask for more with ttl_s"
 
     @abstractmethod
     async def _end(self, reason: str) -> None:
@@ -343,10 +347,10 @@ class Box(ABC):
             raise SandboxLost(self.id, self._over or "it is being reset")
         return channel
 
-    def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
+    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
         egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
         channel: Channel
-        channel = Channel(stream, sandbox_id=sandbox_id, egress=egress, on_lost=lambda lost: self._lost(channel, lost))
+        channel = Channel(stream, sandbox_id=sandbox_id, egress=egress, on_lost=lambda lost: self._lost(channel, lost), resumed=resumed)
         return channel
 
     def _failed(self, name: str, start_ns: int, channel: Channel | None, exc: BaseException) -> None:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 from untax import grader
 from untax.box import Box
@@ -20,6 +20,10 @@ from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits, Network
 from untax.leases import DEFAULT_TTL_S, Bindings, Lease, Offer, Request, checked
 from untax.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from untax.layers.build import Prepared
+    from untax.layers.sources import Progress
 
 T = TypeVar("T")
 
@@ -56,6 +60,9 @@ class Leasing(ABC):
     @abstractmethod
     async def fulfil(self, request: Request) -> Box:
         """A box for a checked request."""
+
+    @abstractmethod
+    async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared: ...
 
     @abstractmethod
     async def find_snapshot(self, snapshot_id: str) -> Snapshot:

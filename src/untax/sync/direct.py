@@ -8,17 +8,19 @@ from builtins import list as list_
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from untax.box import TIMEOUT_S
+from untax.box import TIMEOUT_S, Box
 from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel
 from untax.channel.call import Call
 from untax.channel.client import Channel
+from untax.channel.handover import Resumed
 from untax.channel.replies import TreeSize
 from untax.channel.stream import SocketStream
 from untax.core.errors import SandboxLost
 from untax.core.stream import ByteStream
-from untax.core.substrate import Substrate
 from untax.engine import Engine as AsyncEngine
+from untax.remote.box import RemoteBox
+from untax.remote.engine import RemoteEngine
 from untax.sync.loop import Loop
 from untax.tenancy import Tenancy
 
@@ -59,29 +61,52 @@ class Direct:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    @property
+    def lost_reason(self) -> str | None:
+        return self.blocking.lost_reason
+
     def close(self) -> None:
         self.blocking.close()
 
 
-class DirectBox(Tenancy):
-    def _channel_over(self, stream: ByteStream, sandbox_id: str) -> Channel:
-        engine = cast("DirectEngine", self._engine)
+class _Directly(Box):
+    """A box whose channel is the callers' where it has no network to serve."""
+
+    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
+        engine = cast("Threaded", self._engine)
         if self.spec.network != "none" or not isinstance(stream, SocketStream):
-            return super()._channel_over(stream, sandbox_id)
+            return super()._channel_over(stream, sandbox_id, resumed)
         direct: Direct
 
         def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
             assert engine.thread is not None
             engine.thread.call_soon(self._lost, direct, exc)
 
-        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost), engine.threads)
+        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost, resumed=resumed), engine.threads)
         return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
 
 
-class DirectEngine(AsyncEngine):
+class DirectBox(_Directly, Tenancy):
+    pass
+
+
+class DirectRemoteBox(_Directly, RemoteBox):
+    pass
+
+
+class Threaded:
+    """What an engine has beside its own when a loop in another thread carries it."""
+
+    thread: Loop | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")
+
+
+class DirectEngine(Threaded, AsyncEngine):
     box_class = DirectBox
 
-    def __init__(self, substrate: str | Substrate, **options: Any) -> None:
-        super().__init__(substrate, **options)
-        self.thread: Loop | None = None
-        self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")
+
+class DirectRemoteEngine(Threaded, RemoteEngine):
+    box_class = DirectRemoteBox
