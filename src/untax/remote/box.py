@@ -76,9 +76,9 @@ class RemoteBox(Box):
             before = self._live()
             watch = Stopwatch(self._clock)
             is_idle = before.is_idle
-            self._channel = None  # no action reaches the sandbox until it is known which one it is
-            if not is_idle:
-                before.close()
+            # No action reaches the sandbox until it is known which one it is. The old channel is the server's to close: from us
+            # it would look like the end of the sandbox.
+            self._channel = None
             try:
                 reply = await self._ask("reset", idle=is_idle)
                 self._over_with_a_reset(before, reply)

@@ -7,6 +7,7 @@ process, which speaks to the sandbox itself.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ class RemoteEngine(Leasing):
 
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""
-        return tuple((await self.ask("ledgers")).get("value") or ())
+        return tuple(json.loads(one) for one in (await self.ask("ledgers")).get("value") or ())
 
     # ---- how a box comes to be ----
 

@@ -6,6 +6,7 @@ A transport makes a `Session` for each connection and gives it the messages; eve
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections import deque
@@ -216,7 +217,7 @@ class Session:
             case "lease" | "warm" if service.is_draining:
                 self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
             case "ledgers":
-                self.say({"id": request_id, "ok": {"value": list(service.ledgers)}})
+                self.say({"id": request_id, "ok": {"value": [json.dumps(one) for one in service.ledgers]}})
             case _ if isinstance(args, dict):
                 shift_ns = self._shift_ns
                 service.answers.ask(
