@@ -13,6 +13,7 @@ from benchmarks import _measure
 PROGRAMS = (
     "cold_create",
     "action",
+    "served",
     "transfer",
     "destroy",
     "fork",
@@ -28,6 +29,7 @@ PROGRAMS = (
 QUICK = {
     "cold_create": 50,
     "action": 50,
+    "served": 50,
     "transfer": 3,
     "destroy": 20,
     "fork": 20,

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from untax.core.spec import EnvSpec, Limits, Repo
     from untax.engine import Engine
     from untax.layers.merged import Change
+    from untax.remote.engine import connect
     from untax.snapshot import Snapshot
 
 # The one place that holds it: the wheel, the cell and the handshake take it from here.
@@ -72,6 +73,7 @@ _HOME = {
     "Session": "untax.channel.session",
     "Snapshot": "untax.snapshot",
     "TreeSize": "untax.channel.replies",
+    "connect": "untax.remote.engine",
 }
 _ERRORS = "untax.core.errors"
 
@@ -125,6 +127,7 @@ __all__ = [
     "TreeSize",
     "UntaxError",
     "UsageError",
+    "connect",
 ]
 
 

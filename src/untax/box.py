@@ -1,13 +1,17 @@
 """A box: one leased sandbox as its holder sees it. Every action goes over the held channel and into the ledger.
 
-How it comes to be and ends is the other half, in `untax.tenancy`.
+How it comes to be and ends is the other half: in `untax.tenancy` where its sandbox is this process's own, in `untax.remote.box`
+where it is a server's.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from abc import ABC, abstractmethod
 from builtins import list as list_
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from untax.batch import Batch
 from untax.channel import actions, flow, tree
@@ -15,23 +19,65 @@ from untax.channel.actions import SearchHow
 from untax.channel.arguments import Name
 from untax.channel.call import Call
 from untax.channel.client import Channel
+from untax.channel.egress import Egress, EgressAttempt
+from untax.channel.handover import Resumed
 from untax.channel.link import Watch
 from untax.channel.process import Connection, Process
 from untax.channel.replies import Entry, ProcessInfo, SearchResult, TreeSize
 from untax.channel.session import Session
-from untax.core.errors import NoWorker, SandboxLost, UsageError
-from untax.core.ledger import ActionRecord
+from untax.core.errors import BackendError, NoWorker, ProtocolError, SandboxLost, SpawnFailed
+from untax.core.ledger import ActionRecord, EgressRecord, Ledger
 from untax.core.result import CommandResult
-from untax.core.substrate import UserSwitching
-from untax.tenancy import Tenancy
+from untax.core.root import ImageConfig
+from untax.core.stream import ByteStream
+
+if TYPE_CHECKING:
+    from untax.layers.merged import Change
+    from untax.leases import Request
+    from untax.leasing import Leasing
+    from untax.snapshot import Snapshot
 
 T = TypeVar("T")
 
+log = logging.getLogger("untax.box")
+
 TIMEOUT_S = actions.TIMEOUT_S
+_INFRASTRUCTURE = (SpawnFailed, SandboxLost, BackendError, ProtocolError)
 
 
-class Box(Tenancy):
-    """One leased sandbox. Several actions may be under way at once."""
+class Box(ABC):
+    """One leased sandbox. Several actions may be under way at once. Made by an engine."""
+
+    def __init__(self, engine: Leasing, request: Request, ledger: Ledger) -> None:
+        self.spec = request.spec
+        self._engine = engine
+        self._request = request
+        self._ledger = ledger
+        self._clock = engine.clock
+        self._channel: Channel | None = None
+        self._over: str | None = None  # why no action is possible any more
+        self._blameless = False  # it is over because the holder wanted it so
+        self._ending: asyncio.Task[None] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._changing = asyncio.Lock()  # one reset or snapshot at a time
+
+    def __repr__(self) -> str:
+        return f"<Box {self.id} {self._over or 'live'}>"
+
+    @property
+    def id(self) -> str:
+        """Of the sandbox; another one after `reset`."""
+        return self._ledger.sandboxes[-1] if self._ledger.sandboxes else ""
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the time went, and the verdict. Final after `release`."""
+        return self._ledger
+
+    @property
+    @abstractmethod
+    def image(self) -> ImageConfig:
+        """What the image says about itself: its variables, user and working directory apply below the spec's; its entry point is data."""
 
     # ---- commands ----
 
@@ -191,6 +237,61 @@ class Box(Tenancy):
         """A byte stream to a port on the sandbox's own loopback, for a server that runs inside."""
         return await self._measured("connect", lambda channel: Connection.open(channel, port))
 
+    # ---- its life ----
+
+    @abstractmethod
+    async def reset(self) -> None:
+        """Back to what the lease began with, the same late bindings included.
+
+        Everything in the old sandbox ends, actions under way included. One in which provably nothing happened is kept;
+        otherwise a fresh one takes its place. When that does not come up the box is lost.
+        """
+
+    @abstractmethod
+    async def snapshot(self, *, live: bool = False) -> Snapshot:
+        """Freeze the files as they are now; the sandbox goes on. `engine.fork` and `engine.restore` begin from it.
+
+        It lasts until it is dropped or the engine closes, unless it is saved. `live` would keep the memory of processes too.
+        """
+
+    @abstractmethod
+    async def diff(self) -> list_[Change]:
+        """What differs from what the lease began with, files that the lease itself was given included."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Stop every process inside until `resume`."""
+
+    @abstractmethod
+    async def resume(self) -> None: ...
+
+    async def release(self) -> None:
+        """Give the sandbox up. Returns when it is gone; safe to call twice."""
+        if self._ending is None:
+            self._blameless = True
+            self._ending = self._engine.chore(self._end("the box was released"))
+        await self._engine.finish(self._ending)
+
+    def _expire(self) -> None:
+        if self._ending is None:
+            self._ending = self._engine.chore(self._end(self._expired_reason))
+
+    @property
+    def _expired_reason(self) -> str:
+        return f"its lease of {self._request.ttl_s:g} s has ended; ask for more with ttl_s"
+
+    @abstractmethod
+    async def _end(self, reason: str) -> None:
+        """Give back what the sandbox held, and close the ledger."""
+
+    @abstractmethod
+    def _lost(self, channel: Channel, lost: SandboxLost) -> None:
+        """The channel has ended by itself: the sandbox is of no more use."""
+
+    @abstractmethod
+    async def _provide_worker(self, user: str | None) -> None:
+        """Nobody inside acts for `user`; without a user the sandbox's own hands are gone and get replaced."""
+
     # ---- actions ----
 
     async def _act(self, call: Call[T], name: str = "action") -> T:
@@ -235,15 +336,43 @@ class Box(Tenancy):
             process = await self._measured("start", open_one)
         return process
 
-    async def _provide_worker(self, user: str | None) -> None:
-        """Nobody inside acts for `user`; without a user the sandbox's own hands are gone and get replaced."""
-        sandbox = self._sandbox
-        if not isinstance(sandbox, UserSwitching):
-            raise UsageError(f"user {user!r}: substrate {self._engine.substrate.name!r} runs commands as one user only; leave user= out")
-        await sandbox.provide_worker(user or "")
-
     async def _send_batch(self, calls: list_[Call[Any]], stop: bool) -> list_[Any]:
         return list_(await self._measured("batch", lambda channel: channel.batch(calls, stop=stop)))
+
+    # ---- the channel and the account ----
+
+    def _live(self) -> Channel:
+        channel = self._channel
+        if channel is None:
+            raise SandboxLost(self.id, self._over or "it is being reset")
+        return channel
+
+    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
+        egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
+        channel: Channel
+        channel = Channel(stream, sandbox_id=sandbox_id, egress=egress, on_lost=lambda lost: self._lost(channel, lost), resumed=resumed)
+        return channel
+
+    def _failed(self, name: str, start_ns: int, channel: Channel | None, exc: BaseException) -> None:
+        """Write down an action that did not come off; the infrastructure's failures mark the whole rollout."""
+        now = self._clock()
+        self._ledger.record(ActionRecord(name, start_ns, now, now, 0, type(exc).__name__))
+        if not isinstance(exc, _INFRASTRUCTURE):
+            return
+        if isinstance(exc, SandboxLost) and (self._blameless or (self._over is None and channel is not self._channel)):
+            exc.message = self._over or "the box was reset"
+            return  # the holder ended it under its own action
+        if isinstance(exc, SandboxLost) and self._over:
+            exc.message = self._over
+        self._ledger.fault(f"{type(exc).__name__}: {exc}")
+
+    def _note_egress(self, attempt: EgressAttempt) -> None:
+        record = EgressRecord(attempt.host, attempt.port, attempt.verdict, attempt.reason, self._clock())
+        self._ledger.egress_attempt(record)
+        log.info(
+            "egress rollout=%s sandbox=%s to=%r port=%d verdict=%s reason=%r",
+            self._ledger.rollout, self.id, record.host, record.port, record.verdict, record.reason,
+        )  # fmt: skip
 
 
 def _record(name: str, start_ns: int, end_ns: int, value: object) -> ActionRecord:

@@ -11,14 +11,11 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from untax import grader, substrates
-from untax.box import Box
+from untax import substrates
 from untax.channel.client import Channel
 from untax.core.errors import (
     BackendError,
@@ -36,29 +33,29 @@ from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
 from untax.core.substrate import BindingLate, Layered, Sandbox, Service, Substrate, Unenforced, said_together
 from untax.ground import Ground
-from untax.leases import DEFAULT_TTL_S, Bindings, Lease, Request, checked
+from untax.leases import Bindings, Offer, Request, checked
+from untax.leasing import Leasing
 from untax.pool.costs import Costs
 from untax.pool.options import PoolOptions
 from untax.pool.status import PoolStatus
 from untax.pooling import Pooling
 from untax.quarantine import Quarantine, try_destroy
 from untax.snapshot import Snapshot
+from untax.tenancy import Tenancy
 from untax.warehouse import Warehouse
 
 if TYPE_CHECKING:
     from untax.layers.build import Prepared
     from untax.layers.sources import Progress
-    from untax.tenancy import Tenancy
 
 T = TypeVar("T")
 
 log = logging.getLogger("untax.engine")
 
-_MOST_FORKS = 10_000
 _DEADLINE_GRACE_S = 0.1
 
 
-class Engine:
+class Engine(Leasing):
     """Leases sandboxes on one substrate. `async with`, or `start()` and `aclose()`.
 
     `limits="strict"` refuses a sandbox one of whose limits this host cannot enforce; otherwise it is said once and marked
@@ -66,7 +63,7 @@ class Engine:
     policy for set-up commands, apart from the leases' own, and `setup_wheels` a directory of packages that pip and uv find in them. Further options are the substrate's own.
     """
 
-    box_class: type[Box] = Box
+    box_class: type[Tenancy] = Tenancy
 
     def __init__(
         self,
@@ -94,11 +91,8 @@ class Engine:
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.
         self.layered: Layered | None = substrate if isinstance(substrate, Layered) else None
-        self.clock = clock
+        super().__init__(clock)
         self._strict = limits == "strict"
-        self._state: Literal["new", "running", "closed"] = "new"
-        self._boxes: set[Tenancy] = set()
-        self._chores: set[asyncio.Task[Any]] = set()
         self._said: set[str] = set()
         self.quarantine = Quarantine()
         self._pool_options = pool if pool is not None else PoolOptions()
@@ -132,12 +126,9 @@ class Engine:
             self._state = "closed"
             await self.finish(self.chore(self._close()))
 
-    async def __aenter__(self) -> Engine:
-        await self.start()
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
-        await self.aclose()
+    @property
+    def offer(self) -> Offer:
+        return self.substrate
 
     async def _close(self) -> None:
         if self._pooling is not None:
@@ -159,43 +150,7 @@ class Engine:
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
             await asyncio.wait(chores)
 
-    # ---- leases ----
-
-    def lease(
-        self,
-        spec: EnvSpec | None = None,
-        *,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        network: Network | None = None,
-        wait_s: float | None = None,
-        ttl_s: float = DEFAULT_TTL_S,
-    ) -> Lease[Box]:
-        """`async with engine.lease(spec) as box`: a sandbox for one rollout, gone at the end of the block.
-
-        Without a spec: the host's own software, at the substrate's own isolation. What is given here binds late. `wait_s`
-        bounds the time until the box is there (`PoolTimeout`), `ttl_s` the time that it lasts (`SandboxLost` afterwards).
-        A stage that is missing is built first, once for all who ask: `StageFailed` has its log.
-        """
-        request = checked(self.substrate, spec, Bindings(env, user, files, limits, network, wait_s, ttl_s))
-        return Lease(lambda: self.fulfil(request), Box.release)
-
-    async def acquire(
-        self,
-        spec: EnvSpec | None = None,
-        *,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        network: Network | None = None,
-        wait_s: float | None = None,
-        ttl_s: float = DEFAULT_TTL_S,
-    ) -> Box:
-        """As `lease`, for those who cannot use `with`: the holder calls `box.release()`."""
-        return await self.fulfil(checked(self.substrate, spec, Bindings(env, user, files, limits, network, wait_s, ttl_s)))
+    # ---- what is in store ----
 
     async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
         """Put every stage of `spec` in place without leasing it; gives what is there and how long each missing one took.
@@ -223,91 +178,14 @@ class Engine:
         self._check_running()
         return self.pooling.status()
 
-    # ---- from snapshots, and for grading ----
-
-    def fork(
-        self,
-        snapshot: Snapshot | str,
-        n: int,
-        *,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        network: Network | None = None,
-        wait_s: float | None = None,
-        ttl_s: float = DEFAULT_TTL_S,
-    ) -> Lease[list[Box]]:
-        """`async with engine.fork(snapshot, 8) as group`: that many boxes that begin with the snapshot's files, all or none.
-
-        `snapshot` may be the id of a saved one. What is given here binds over the spec of the box that it was taken of.
-        """
-        if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= _MOST_FORKS:
-            raise UsageError(f"n must be a whole number between 1 and {_MOST_FORKS}, not {n!r}")
-        late = Bindings(env, user, files, limits, network, wait_s, ttl_s)
-        return Lease(lambda: self._fork(snapshot, n, late), _release_all)
-
-    def restore(
-        self,
-        snapshot: Snapshot | str,
-        *,
-        env: Mapping[str, str] | None = None,
-        user: str | None = None,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-        network: Network | None = None,
-        wait_s: float | None = None,
-        ttl_s: float = DEFAULT_TTL_S,
-    ) -> Lease[Box]:
-        """`async with engine.restore(snapshot) as box`: one box, as `fork` gives several."""
-        late = Bindings(env, user, files, limits, network, wait_s, ttl_s)
-        return Lease(lambda: self._restore(snapshot, late), Box.release)
-
-    def grader(
-        self, box: Box, take: Sequence[str] = ("src/**",), *, wait_s: float | None = None, ttl_s: float = DEFAULT_TTL_S
-    ) -> Lease[Box]:
-        """`async with engine.grader(box, take=("src/**",)) as clean`: a fresh box of `box.spec` plus only the files named.
-
-        Nothing else that the workload did gets there: the box begins with the spec's own stages, and of the patterns' matches
-        in the working directory the bytes of regular files are written into it. Deletions are not carried over.
-        """
-        patterns = grader.checked(take)
-        checked(self.substrate, box.spec, Bindings(wait_s=wait_s, ttl_s=ttl_s))
-        request = Request(box.spec, box._request.files, wait_s, ttl_s)
-        return Lease(lambda: grader.graded(self, box, patterns, request), Box.release)
-
     async def find_snapshot(self, snapshot_id: str) -> Snapshot:
         """A saved snapshot by its id; `UsageError` when there is none."""
         self._check_running()
         return await self._warehouse.shelf.find(snapshot_id)
 
-    async def _restore(self, snapshot: Snapshot | str, late: Bindings) -> Box:
-        return await self.fulfil(await self._request_from(snapshot, late))
-
-    async def _fork(self, snapshot: Snapshot | str, n: int, late: Bindings) -> list[Box]:
-        request = await self._request_from(snapshot, late)
-        coming = [asyncio.ensure_future(self.fulfil(request)) for _ in range(n)]
-        try:
-            return await asyncio.gather(*coming)
-        except BaseException:
-            for task in coming:
-                task.cancel()
-            await self.finish(self.chore(_give_back(coming)))
-            raise
-
-    async def _request_from(self, snapshot: Snapshot | str, late: Bindings) -> Request:
-        self._check_running()
-        if isinstance(snapshot, Snapshot) and snapshot.engine is not self:
-            if not snapshot.is_saved:
-                raise UsageError(f"snapshot {snapshot.id} is another engine's; save() it to use it here")
-            snapshot = snapshot.id
-        found = await self._warehouse.shelf.find(snapshot) if not isinstance(snapshot, Snapshot) else snapshot
-        _ = found.ground  # says so when it was dropped
-        return replace(checked(self.substrate, found.spec, late), snapshot=found)
-
     # ---- how a box comes to be ----
 
-    async def fulfil(self, request: Request) -> Box:
+    async def fulfil(self, request: Request) -> Tenancy:
         """A box for a checked request."""
         self._check_running()
         watch = Stopwatch(self.clock)
@@ -323,7 +201,7 @@ class Engine:
                 raise
             raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}; allow more time, or lighten the machine's load") from None
 
-    async def _fulfil(self, request: Request, watch: Stopwatch) -> Box:
+    async def _fulfil(self, request: Request, watch: Stopwatch) -> Tenancy:
         ledger = Ledger(
             rollout=secrets.token_hex(8),
             substrate=self.substrate.name,
@@ -344,12 +222,6 @@ class Engine:
                 raise PoolClosed("the engine was closed before the sandbox was there") from exc
             raise
         return box
-
-    def _check_running(self) -> None:
-        if self._state == "new":
-            raise UsageError("the engine is not started: use `async with Engine()`, or await engine.start()")
-        if self._state == "closed":
-            raise PoolClosed("the engine is closed")
 
     # ---- for boxes ----
 
@@ -427,42 +299,9 @@ class Engine:
         for names, reason, remedy in said_together(unsaid):
             log.warning("not enforced on this host: %s: %s; %s", names, reason, remedy)
 
-    def chore(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Work that outlives whoever asked for it; the engine waits for it when it closes."""
-        task = asyncio.ensure_future(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        return task
-
-    async def finish(self, task: asyncio.Task[T]) -> T:
-        """Wait for a task to its end even when cancelled meanwhile; the cancellation is passed on afterwards."""
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as exc:
-                if task.cancelled():
-                    raise
-                cancelled = exc
-            except Exception:
-                break  # the task's own; raised below
-        if cancelled is not None:
-            raise cancelled
-        return task.result()
-
     def forget(self, box: Tenancy) -> None:
         self._boxes.discard(box)
 
 
 def _nothing() -> None:
     pass
-
-
-async def _release_all(boxes: Sequence[Box]) -> None:
-    await asyncio.gather(*(box.release() for box in boxes))
-
-
-async def _give_back(coming: Sequence[asyncio.Future[Box]]) -> None:
-    """Those that came up after all when others did not."""
-    came = await asyncio.gather(*coming, return_exceptions=True)
-    await _release_all([box for box in came if isinstance(box, Box)])

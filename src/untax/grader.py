@@ -18,8 +18,8 @@ from untax.core.errors import IsDirectory, NotDirectory, NotFound, PermissionDen
 
 if TYPE_CHECKING:
     from untax.box import Box
-    from untax.engine import Engine
     from untax.leases import Request
+    from untax.leasing import Leasing
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def _after(parts: tuple[re.Pattern[str] | None, ...], places: set[int], name: st
 # ---- out of the one ----
 
 
-async def graded(engine: Engine, box: Box, patterns: Sequence[Pattern], request: Request) -> Box:
+async def graded(engine: Leasing, box: Box, patterns: Sequence[Pattern], request: Request) -> Box:
     """The fresh box with the files in it. Nothing is left of it when that fails."""
     taken = await take_files(box, patterns)
     fresh = await engine.fulfil(request)

@@ -6,13 +6,12 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from untax.channel.egress import Policy
 from untax.core.errors import UsageError
 from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
 from untax.core.stage import Stage
-from untax.core.substrate import Substrate
 from untax.ground import Ground
 from untax.snapshot import Snapshot
 
@@ -67,7 +66,17 @@ class Request:
         return Request(replace(spec, **changes), {}, None, self.ttl_s)
 
 
-def checked(substrate: Substrate, spec: EnvSpec | None, late: Bindings) -> Request:
+class Offer(Protocol):
+    """What a spec is measured against: a substrate here, or what a server says about its own."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def isolation(self) -> str: ...
+
+
+def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
     """Everything that can be checked is, before anything is made."""
     if spec is None:
         spec = EnvSpec(isolation=substrate.isolation)

@@ -58,6 +58,10 @@ class Snapshot:
     def engine(self) -> Engine:
         return self._engine
 
+    def check_kept(self) -> None:
+        """`UsageError` once it was dropped."""
+        _ = self.ground
+
     @property
     def ground(self) -> Ground:
         """`UsageError` once it was dropped."""

@@ -11,22 +11,20 @@ from builtins import list as list_
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
+from untax.box import Box
 from untax.channel.client import Channel
-from untax.channel.egress import Egress, EgressAttempt
+from untax.channel.egress import Egress
 from untax.core.errors import (
-    BackendError,
     CreateError,
-    ProtocolError,
     SandboxLost,
-    SpawnFailed,
     SubstrateError,
     SubstrateUnavailable,
     UsageError,
 )
-from untax.core.ledger import ActionRecord, EgressRecord, Ledger
+from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Sandbox
+from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Sandbox, UserSwitching
 from untax.ground import Ground
 from untax.snapshot import Snapshot
 from untax.standby import NO_IMAGE, Standby, raise_up
@@ -38,45 +36,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.box")
 
-_INFRASTRUCTURE = (SpawnFailed, SandboxLost, BackendError, ProtocolError)
 
+class Tenancy(Box):
+    """A box whose sandbox is this process's own. Made by an engine."""
 
-class Tenancy:
-    """What a box is beside its actions. Made by an engine."""
+    _engine: Engine
 
     def __init__(self, engine: Engine, request: Request, ledger: Ledger) -> None:
-        self.spec = request.spec
-        self._engine = engine
-        self._request = request
-        self._ledger = ledger
-        self._clock = engine.clock
+        super().__init__(engine, request, ledger)
         self._ground: Ground | None = None  # what the lease began with; None where the substrate has no layers
         self._standing: Ground | None = None  # what the sandbox stands on now
         self._sandbox: Sandbox | None = None
-        self._channel: Channel | None = None
         self._standby: Standby | None = None  # the pool's, when the sandbox came from there and was not replaced since
         self._place: str | None = None  # in the pool, by the name it has there; None for one that is none of its
         self._parting: tuple[Sandbox, Ground | None] | None = None  # still to be destroyed
-        self._over: str | None = None  # why no action is possible any more
-        self._blameless = False  # it is over because the holder wanted it so
         self._is_paused = False
-        self._ending: asyncio.Task[None] | None = None
-        self._expiry: asyncio.TimerHandle | None = None
         self._leaving: set[asyncio.Task[None]] = set()
-        self._changing = asyncio.Lock()  # one reset or snapshot at a time
-
-    def __repr__(self) -> str:
-        return f"<Box {self.id} {self._over or 'live'}>"
-
-    @property
-    def id(self) -> str:
-        """Of the sandbox; another one after `reset`."""
-        return self._ledger.sandboxes[-1] if self._ledger.sandboxes else ""
-
-    @property
-    def ledger(self) -> Ledger:
-        """Where the time went, and the verdict. Final after `release`."""
-        return self._ledger
 
     @property
     def image(self) -> ImageConfig:
@@ -198,13 +173,6 @@ class Tenancy:
         await self._freezable().resume()
         self._is_paused = False
 
-    async def release(self) -> None:
-        """Give the sandbox up. Returns when it is gone; safe to call twice."""
-        if self._ending is None:
-            self._blameless = True
-            self._ending = self._engine.chore(self._end("the box was released"))
-        await self._engine.finish(self._ending)
-
     # ---- how it comes to be, for the engine ----
 
     async def furnish(self, watch: Stopwatch) -> None:
@@ -226,7 +194,7 @@ class Tenancy:
 
     async def take_over(self, standby: Standby, watch: Stopwatch, *, is_proven: bool) -> None:
         """Make a sandbox of the pool this lease's own. `SandboxLost` when it is dead, and then nothing of it is kept."""
-        standby.on_lost = self._lost
+        standby.on_lost = self._standby_lost
         try:
             await standby.bind(self.spec, is_proven=is_proven)
             self._check_wanted()
@@ -261,6 +229,9 @@ class Tenancy:
 
     async def is_untouched(self) -> bool:
         """Whether nothing was ever asked of the sandbox, and nothing has happened in it, as far as that can be proven."""
+        standby = self._standby
+        if standby is None or self._channel is not standby.channel:
+            return False  # its channel was handed to another process, and nobody here knows what was asked over it
         return not self._ledger.has_acted and await self._is_pristine()
 
     def let_go(self) -> None:
@@ -294,7 +265,7 @@ class Tenancy:
     def _seen(self, standby: Standby) -> None:
         """A sandbox that is coming up: from now on whoever ends the lease ends it too."""
         if self._sandbox is not standby.sandbox:
-            standby.on_lost = self._lost
+            standby.on_lost = self._standby_lost
         self._adopt(standby)
         self._check_wanted()
 
@@ -328,14 +299,13 @@ class Tenancy:
 
     # ---- how it ends ----
 
-    def _expire(self) -> None:
-        if self._ending is None:
-            reason = f"its lease of {self._request.ttl_s:g} s has ended; ask for more with ttl_s"
-            self._ending = self._engine.chore(self._end(reason))
+    def _standby_lost(self, standby: Standby, lost: SandboxLost) -> None:
+        if standby.channel is not None:
+            self._lost(standby.channel, lost)
 
-    def _lost(self, standby: Standby, lost: SandboxLost) -> None:
+    def _lost(self, channel: Channel, lost: SandboxLost) -> None:
         """The channel has ended by itself: the sandbox is of no more use and goes at once."""
-        if standby.channel is self._channel and self._channel is not None and self._over is None:
+        if channel is self._channel and self._over is None:
             self._over = lost.message
             self._ledger.fault(f"SandboxLost: {lost}")
             log.warning("sandbox %s is lost: %s", self.id, lost.message)
@@ -389,13 +359,7 @@ class Tenancy:
         ledger.closed(watch.last_ns)
         self._engine.forget(self)
 
-    # ---- for both halves ----
-
-    def _live(self) -> Channel:
-        channel = self._channel
-        if channel is None:
-            raise SandboxLost(self.id, self._over or "it is being reset")
-        return channel
+    # ---- what it can do ----
 
     def _layered(self, what: str) -> LayeredSandbox:
         self._live()
@@ -409,23 +373,9 @@ class Tenancy:
             raise UsageError(f"substrate {self._engine.substrate.name!r} cannot pause a sandbox")
         return self._sandbox
 
-    def _failed(self, name: str, start_ns: int, channel: Channel | None, exc: BaseException) -> None:
-        """Write down an action that did not come off; the infrastructure's failures mark the whole rollout."""
-        now = self._clock()
-        self._ledger.record(ActionRecord(name, start_ns, now, now, 0, type(exc).__name__))
-        if not isinstance(exc, _INFRASTRUCTURE):
-            return
-        if isinstance(exc, SandboxLost) and (self._blameless or (self._over is None and channel is not self._channel)):
-            exc.message = self._over or "the box was reset"
-            return  # the holder ended it under its own action
-        if isinstance(exc, SandboxLost) and self._over:
-            exc.message = self._over
-        self._ledger.fault(f"{type(exc).__name__}: {exc}")
-
-    def _note_egress(self, attempt: EgressAttempt) -> None:
-        record = EgressRecord(attempt.host, attempt.port, attempt.verdict, attempt.reason, self._clock())
-        self._ledger.egress_attempt(record)
-        log.info(
-            "egress rollout=%s sandbox=%s to=%r port=%d verdict=%s reason=%r",
-            self._ledger.rollout, self.id, record.host, record.port, record.verdict, record.reason,
-        )  # fmt: skip
+    async def _provide_worker(self, user: str | None) -> None:
+        """Nobody inside acts for `user`; without a user the sandbox's own hands are gone and get replaced."""
+        sandbox = self._sandbox
+        if not isinstance(sandbox, UserSwitching):
+            raise UsageError(f"user {user!r}: substrate {self._engine.substrate.name!r} runs commands as one user only; leave user= out")
+        await sandbox.provide_worker(user or "")

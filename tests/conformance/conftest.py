@@ -1,7 +1,13 @@
-"""One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check."""
+"""One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
+
+With UNTAX_SERVED=1 the engine is the one of `untax serve` in another process, and every check has to hold all the same.
+"""
+
+import os
 
 import pytest
 from tests.images import small_image
+from tests.serving import ended, started
 
 import untax
 from untax import substrates
@@ -12,11 +18,17 @@ from untax import substrates
 def engine(request, _runner, tmp_path_factory):
     if reason := substrates.load(request.param).unavailable_reason():
         pytest.skip(f"{request.param}: {reason}")
-    engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
+    if os.environ.get("UNTAX_SERVED"):
+        served = _runner.run(started(tmp_path_factory.mktemp("sock") / "s", tmp_path_factory.mktemp("state"), substrate=request.param))
+        engine = untax.connect(served.url)
+    else:
+        engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
     _runner.run(engine.start())
     engine.test_substrate = request.param
     yield engine
     _runner.run(engine.aclose())
+    if os.environ.get("UNTAX_SERVED"):
+        _runner.run(ended(served))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from untax.channel.blocking_link import FOREVER, BlockingLink, BlockingWatch, En
 from untax.channel.call import Call, Discarded
 from untax.channel.client import CANCEL_GRACE_S, GRACE_S, READY_TIMEOUT_S
 from untax.channel.flow import Flow
+from untax.channel.handover import Resumed
 from untax.channel.handshake import Handshake
 from untax.channel.link import PIECE
 from untax.channel.replies import TreeSize
@@ -50,6 +51,7 @@ class BlockingChannel:
         sandbox_id: str,
         on_lost: Callable[[SandboxLost], None] | None = None,
         grace_s: float = GRACE_S,
+        resumed: Resumed | None = None,
     ) -> None:
         sock.setblocking(True)
         self.sandbox_id = sandbox_id
@@ -73,7 +75,14 @@ class BlockingChannel:
         self._receive_size = RECEIVE_SMALL
         self._receive_timeout_s = 0.0  # as set on the socket; 0: none
         self._unsent = b""  # the rest of a frame whose sender was interrupted; guarded by `_sending`
-        self._send(self._handshake.greeting)
+        if resumed is None:
+            self._send(self._handshake.greeting)
+        else:  # greeted and configured by somebody else
+            self._handshake.resume(resumed.cell_version)
+            self._open.clear()
+            self._next_id = resumed.next_id
+            if resumed.kept:
+                self._dispatch(resumed.kept)
 
     # ---- life ----
 

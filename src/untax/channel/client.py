@@ -15,6 +15,7 @@ from untax.channel.arguments import Name
 from untax.channel.batch import BatchCall
 from untax.channel.call import Call, Discarded
 from untax.channel.flow import EgressFlow, Flow
+from untax.channel.handover import Resumed
 from untax.channel.handshake import Handshake
 from untax.channel.link import PIECE, EgressLink, Entry, Link, Watch
 from untax.channel.replies import TreeSize
@@ -51,6 +52,7 @@ class Channel:
         egress: EgressHandler | None = None,
         on_lost: Callable[[SandboxLost], None] | None = None,
         grace_s: float = GRACE_S,
+        resumed: Resumed | None = None,
     ) -> None:
         self.sandbox_id = sandbox_id
         self.egress = egress
@@ -73,7 +75,14 @@ class Channel:
         self._egress_tasks: set[asyncio.Task[None]] = set()
         self._resuming: asyncio.Task[None] | None = None
         stream.start(self)
-        stream.write(self._handshake.greeting)
+        if resumed is None:
+            stream.write(self._handshake.greeting)
+        else:  # greeted and configured by somebody else
+            self._handshake.resume(resumed.cell_version)
+            self._ready.set_result(None)
+            self._next_id = resumed.next_id
+            if resumed.kept:
+                self.data_received(resumed.kept)
 
     # ---- life ----
 
@@ -113,6 +122,14 @@ class Channel:
     def close(self) -> None:
         """End the channel; actions in flight raise `SandboxLost`."""
         self._lose("the channel was closed", None)
+
+    def _gone(self) -> Resumed:
+        """The stream is somebody else's from here on; see `handover.give`."""
+        self._reason = "the channel was handed over"
+        if self._timer is not None:
+            self._timer.cancel()
+        self._open.clear()
+        return Resumed(self._handshake.version, self._next_id, self._parser.rest())
 
     # ---- actions ----
 

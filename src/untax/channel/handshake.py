@@ -38,3 +38,8 @@ class Handshake:
                 " install the same release on both sides"
             )
         self.done = True
+
+    def resume(self, version: str) -> None:
+        """The greetings were exchanged by somebody else, over the same stream."""
+        self.version = version
+        self.done = True

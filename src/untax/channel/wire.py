@@ -146,6 +146,10 @@ class FrameParser:
             self._kept.append(received[at:])
             self.buffered = end - at
 
+    def rest(self) -> bytes:
+        """What is kept of the unfinished frame."""
+        return b"".join(self._kept)
+
 
 class Reader:
     """Takes the fields of one payload, in order. Anything missing, and anything left over at `end`, is nonsense."""

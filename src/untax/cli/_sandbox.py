@@ -10,6 +10,7 @@ import untax
 from untax import substrates
 from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS
+from untax.leasing import Leasing
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +32,12 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(option, type=kind, metavar="N", help=f"limit (default: {limit.default})")
     group.add_argument("--limits", choices=("warn", "strict"), default="warn", help="what to do about a limit this host cannot enforce")
     group.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
+    group.add_argument(
+        "--connect", metavar="URL", help="lease it from a server, unix:PATH, which has its own --substrate, --limits and --state-dir"
+    )
 
 
-def spec_of(arguments: argparse.Namespace) -> untax.EnvSpec:
+def spec_of(arguments: argparse.Namespace, engine: Leasing) -> untax.EnvSpec:
     given = {
         limit.name: getattr(arguments, limit.name)
         for limit in dataclasses.fields(untax.Limits)
@@ -46,11 +50,15 @@ def spec_of(arguments: argparse.Namespace) -> untax.EnvSpec:
         user=arguments.user,
         limits=untax.Limits(**given),
         network=_network(arguments.network),
-        isolation=arguments.isolation or substrates.load(arguments.substrate).isolation,
+        isolation=arguments.isolation or engine.offer.isolation,
     )
 
 
-def engine_of(arguments: argparse.Namespace) -> untax.Engine:
+def engine_of(arguments: argparse.Namespace) -> Leasing:
+    if arguments.connect is not None:
+        if arguments.state_dir is not None:
+            raise UsageError("--state-dir is the server's own: leave it out with --connect")
+        return untax.connect(arguments.connect)
     return untax.Engine(arguments.substrate, state_dir=arguments.state_dir, limits=arguments.limits)
 
 

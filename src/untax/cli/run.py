@@ -47,7 +47,7 @@ async def _run(arguments: argparse.Namespace) -> tuple[untax.CommandResult, Ledg
     if arguments.stdin and sys.stdin.isatty():
         raise UsageError("--stdin wants a file or a pipe; for a terminal use: untax shell")
     stdin = sys.stdin.buffer.read() if arguments.stdin else None
-    async with engine_of(arguments) as engine, engine.lease(spec_of(arguments)) as box:
+    async with engine_of(arguments) as engine, engine.lease(spec_of(arguments, engine)) as box:
         result = await box.run(arguments.command, stdin=stdin, timeout_s=arguments.timeout)
     return result, box.ledger
 

@@ -45,7 +45,7 @@ async def _shell(arguments: argparse.Namespace) -> tuple[int, Ledger]:
     argv = arguments.command or ["bash", "-i"]
     rows, cols = _size()
     term = os.environ.get("TERM", "xterm")
-    async with engine_of(arguments) as engine, engine.lease(spec_of(arguments), env={"TERM": term}, ttl_s=arguments.ttl) as box:
+    async with engine_of(arguments) as engine, engine.lease(spec_of(arguments, engine), env={"TERM": term}, ttl_s=arguments.ttl) as box:
         process = await box.start(argv, pty=True, rows=rows, cols=cols)
         with _raw_terminal():
             code = await _joined(process, as_it_is=arguments.raw)

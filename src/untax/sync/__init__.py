@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import untax
 from untax.sync.box import Batch, Box
-from untax.sync.engine import Engine, Lease
+from untax.sync.engine import Engine, Lease, connect
 from untax.sync.snapshot import Snapshot
 from untax.sync.streams import Connection, Process, Session, Watch
 
-__all__ = ["Batch", "Box", "Connection", "Engine", "Lease", "Process", "Session", "Snapshot", "Watch"]
+__all__ = ["Batch", "Box", "Connection", "Engine", "Lease", "Process", "Session", "Snapshot", "Watch", "connect"]
 
 
 def __getattr__(name: str) -> object:

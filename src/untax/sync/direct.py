@@ -13,13 +13,15 @@ from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel
 from untax.channel.call import Call
 from untax.channel.client import Channel
+from untax.channel.handover import Resumed
 from untax.channel.replies import TreeSize
 from untax.channel.stream import SocketStream
 from untax.core.errors import SandboxLost
 from untax.core.spec import EnvSpec, Network
 from untax.core.stream import ByteStream
-from untax.core.substrate import Substrate
 from untax.engine import Engine as AsyncEngine
+from untax.remote.box import RemoteBox
+from untax.remote.engine import RemoteEngine
 from untax.sync.loop import Loop
 
 T = TypeVar("T")
@@ -59,27 +61,57 @@ class Direct:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    @property
+    def lost_reason(self) -> str | None:
+        return self.blocking.lost_reason
+
     def close(self) -> None:
         self.blocking.close()
 
 
-class DirectEngine(AsyncEngine):
-    def __init__(self, substrate: str | Substrate, **options: Any) -> None:
-        super().__init__(substrate, **options)
-        self.thread: Loop | None = None
+class Threaded:
+    """What an engine has beside its own when a loop in another thread carries it."""
+
+    thread: Loop | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")
 
-    def channel_over(self, stream: ByteStream, sandbox_id: str, network: Network, on_lost: Callable[[SandboxLost], None]) -> Channel:
-        if network != "none" or not isinstance(stream, SocketStream):
-            return super().channel_over(stream, sandbox_id, network, on_lost)
+    def direct_over(
+        self, stream: SocketStream, sandbox_id: str, on_lost: Callable[[SandboxLost], None], resumed: Resumed | None = None
+    ) -> Channel:
+        """The stream as the callers' own, in whatever thread they are; `on_lost` is called in the loop's."""
 
         def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
             assert self.thread is not None
             self.thread.call_soon(on_lost, exc)
 
-        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost), self.threads)
+        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost, resumed=resumed), self.threads)
         return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
+
+
+class DirectEngine(Threaded, AsyncEngine):
+    def channel_over(self, stream: ByteStream, sandbox_id: str, network: Network, on_lost: Callable[[SandboxLost], None]) -> Channel:
+        if network != "none" or not isinstance(stream, SocketStream):
+            return super().channel_over(stream, sandbox_id, network, on_lost)
+        return self.direct_over(stream, sandbox_id, on_lost)
 
     def fixed(self, spec: EnvSpec) -> tuple[object, ...]:
         # Egress is served by the loop: a socket that was given to the callers' threads cannot serve any.
         return (*super().fixed(spec), spec.network != "none")
+
+
+class DirectRemoteBox(RemoteBox):
+    """A box whose channel is the callers' where it has no network to serve."""
+
+    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
+        if self.spec.network != "none" or not isinstance(stream, SocketStream):
+            return super()._channel_over(stream, sandbox_id, resumed)
+        channel: Channel
+        channel = cast("DirectRemoteEngine", self._engine).direct_over(stream, sandbox_id, lambda exc: self._lost(channel, exc), resumed)
+        return channel
+
+
+class DirectRemoteEngine(Threaded, RemoteEngine):
+    box_class = DirectRemoteBox

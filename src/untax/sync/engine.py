@@ -13,9 +13,10 @@ from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.substrate import Substrate
 from untax.leases import DEFAULT_TTL_S
 from untax.leases import Lease as AsyncLease
+from untax.remote.engine import RemoteSubstrate
 from untax.snapshot import Snapshot as AsyncSnapshot
 from untax.sync.box import Box
-from untax.sync.direct import DirectEngine
+from untax.sync.direct import DirectEngine, DirectRemoteEngine
 from untax.sync.loop import Loop
 from untax.sync.snapshot import Snapshot
 
@@ -30,11 +31,14 @@ class Engine:
     """As `untax.Engine`: `with`, or `start()` and `aclose()`."""
 
     def __init__(self, substrate: str | Substrate = "namespace", **options: Any) -> None:
-        self._inner = DirectEngine(substrate, **options)
+        self._begin(DirectEngine(substrate, **options))
+
+    def _begin(self, inner: DirectEngine | DirectRemoteEngine) -> None:
+        self._inner = inner
         self._loop: Loop | None = None
 
     @property
-    def substrate(self) -> Substrate:
+    def substrate(self) -> Substrate | RemoteSubstrate:
         return self._inner.substrate
 
     def start(self) -> None:
@@ -162,6 +166,8 @@ class Engine:
 
     @property
     def quarantined(self) -> tuple[str, ...]:
+        if isinstance(self._inner, DirectRemoteEngine):
+            raise UsageError("a server's quarantine is its own; `untax serve` logs it")
         return self._inner.quarantined
 
     def _boxed(self, inner: AsyncLease[AsyncBox]) -> Box:
@@ -178,6 +184,29 @@ class Engine:
         if self._loop is None:
             raise UsageError("the engine is not started, or closed: use `with Engine()`")
         return self._loop
+
+
+class RemoteEngine(Engine):
+    """As `untax.connect` gives it, blocking."""
+
+    _inner: DirectRemoteEngine
+
+    def __init__(self, url: str) -> None:
+        self._begin(DirectRemoteEngine(url))
+
+    def warm(self, spec: EnvSpec, *more: Any, **options: Any) -> Any:
+        return self._running().run(self._inner.warm(spec, *more, **options))
+
+    def pools(self) -> Any:
+        return self._running().run(self._inner.pools())
+
+    def ledgers(self) -> tuple[dict[str, Any], ...]:
+        return self._running().run(self._inner.ledgers())
+
+
+def connect(url: str) -> RemoteEngine:
+    """`with untax.sync.connect("unix:PATH") as engine`: the engine of `untax serve --socket PATH`, used as one's own."""
+    return RemoteEngine(url)
 
 
 async def _awaited(inner: AsyncLease[T]) -> T:

@@ -1,0 +1,117 @@
+"""One ledger in two processes: what travels when a lease is handed out, and what travels back when it is given up.
+
+The server writes how the sandbox came to be, the holder what it did; each ends with the whole. Times are readings of a monotonic clock, which
+differ between machines: `shift_ns` is what turns the other side's readings into one's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from untax.core.errors import ProtocolError
+from untax.core.ledger import KEPT_ACTIONS, KEPT_EGRESS, ActionRecord, EgressRecord, Ledger
+from untax.core.span import Clock
+
+_NAME_MAX = 200
+
+
+def opening(ledger: Ledger) -> dict[str, Any]:
+    """How a lease came to be, for its holder. Everything public that the ledger holds goes along."""
+    return {
+        "facts": {name: value for name, value in vars(ledger).items() if not name.startswith("_")},
+        "start_ns": ledger._start_ns,
+        "held_ns": ledger._held_from_ns,
+        "parts": ledger._parts,
+        "reasons": ledger._reasons,
+    }
+
+
+def opened(data: Mapping[str, Any], *, asked_ns: int, shift_ns: int, clock: Clock) -> Ledger:
+    """The holder's ledger. The way to the server is in `queue`, the way back in `ready`."""
+    try:
+        facts = dict(data["facts"])
+        ledger = Ledger(
+            rollout=facts.pop("rollout"),
+            substrate=facts.pop("substrate"),
+            isolation=facts.pop("isolation"),
+            start_ns=asked_ns,
+            clock=clock,
+        )
+        ledger.sandboxes = [str(one) for one in facts.pop("sandboxes")]
+        for name, value in facts.items():
+            setattr(ledger, name, dict(value) if isinstance(value, Mapping) else value)
+        began_ns, held_ns = max(asked_ns, int(data["start_ns"]) + shift_ns), int(data["held_ns"]) + shift_ns
+        parts = [(str(name), int(start) + shift_ns, int(end) + shift_ns) for name, start, end in data["parts"]]
+        reasons = [str(reason) for reason in data["reasons"]]
+    except (KeyError, TypeError, ValueError) as exc:
+        raise ProtocolError(f"a lease without its account: {exc!r}") from exc
+    now_ns = clock()
+    ledger.add("queue", asked_ns, began_ns)
+    for name, start_ns, end_ns in parts:
+        ledger.add(name, max(start_ns, asked_ns), max(end_ns, asked_ns))
+    ledger.add("ready", min(held_ns, now_ns), now_ns)
+    ledger.held(now_ns)
+    for reason in reasons:
+        ledger.fault(reason)
+    return ledger
+
+
+def holding(ledger: Ledger) -> dict[str, Any]:
+    """What the holder did, for the server."""
+    held_ns = ledger._held_from_ns or ledger._start_ns
+    folded = ledger._folded
+    return {
+        "asked_ns": ledger._start_ns,
+        "held_ns": held_ns,
+        "released_ns": ledger._held_to_ns,
+        "parts": [part for part in ledger._parts if part[1] >= held_ns],
+        "actions": [list(action) for action in ledger.actions],
+        "folded": [folded.count, folded.busy_ns, folded.parts],
+        "reasons": ledger._reasons,
+        "egress": [[one.host, one.port, one.verdict, one.reason, one.at_ns] for one in ledger.egress],
+        "egress_counts": [ledger._egress_allowed, ledger._egress_refused],
+    }
+
+
+def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
+    """Put the holder's part into the server's ledger, in the place of what the server saw of it. `ProtocolError` leaves it as it was."""
+    try:
+        held_ns = int(data["held_ns"]) + shift_ns
+        asked_ns = int(data["asked_ns"]) + shift_ns
+        released = data["released_ns"]
+        parts = [(str(name)[:_NAME_MAX], int(start) + shift_ns, int(end) + shift_ns) for name, start, end in data["parts"]]
+        actions = [
+            ActionRecord(
+                str(name)[:_NAME_MAX], int(start) + shift_ns, int(received) + shift_ns, int(end) + shift_ns, int(inside), str(outcome)
+            )
+            for name, start, received, end, inside, outcome in data["actions"]
+        ]
+        count, busy_ns, sums = data["folded"]
+        folded = (int(count), int(busy_ns), {str(name): int(ns) for name, ns in sums.items()})
+        reasons = [str(reason) for reason in data["reasons"]]
+        attempts = [
+            EgressRecord(str(host), int(port), str(verdict), str(reason), int(at_ns) + shift_ns)
+            for host, port, verdict, reason, at_ns in data["egress"]
+        ]
+        allowed, refused = (int(number) for number in data["egress_counts"])
+        released_ns = None if released is None else int(released) + shift_ns
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ProtocolError(f"a lease was given up without its account: {exc!r}") from exc
+    own_held_ns = ledger._held_from_ns or held_ns
+    before = [part for part in ledger._parts if part[2] <= own_held_ns]
+    way = [("queue", asked_ns, ledger._start_ns)] if asked_ns < ledger._start_ns else []
+    back = [("ready", own_held_ns, held_ns)] if own_held_ns < held_ns else []
+    after = [part for part in ledger._parts if part[0] == "cleanup"]  # of a lease that ended by its time
+    ledger._parts[:] = [*way, *before, *back, *parts, *after]
+    ledger._start_ns = min(asked_ns, ledger._start_ns)
+    ledger._held_from_ns = max(own_held_ns, held_ns)
+    ledger._kept[:] = actions[:KEPT_ACTIONS]
+    ledger._recent[:] = actions[KEPT_ACTIONS:]
+    ledger._folded.count, ledger._folded.busy_ns, ledger._folded.parts = folded
+    for reason in reasons:
+        ledger.fault(reason)
+    ledger._egress[:] = attempts[:KEPT_EGRESS]
+    ledger._egress_allowed, ledger._egress_refused = allowed, refused
+    if released_ns is not None:
+        ledger._held_to_ns = released_ns

@@ -1,0 +1,194 @@
+"""A box whose sandbox is a server's: actions go straight over the channel that was handed out, its life is the server's to change."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from builtins import list as list_
+from typing import TYPE_CHECKING, Any
+
+from untax.box import Box
+from untax.channel.client import Channel
+from untax.channel.handover import Resumed
+from untax.channel.stream import SocketStream
+from untax.core import account
+from untax.core.errors import ProtocolError, SandboxLost, SubstrateError, UntaxError
+from untax.core.ledger import ActionRecord
+from untax.core.root import ImageConfig
+from untax.core.span import Stopwatch
+from untax.leases import Request
+from untax.remote.connection import Reply
+from untax.remote.snapshot import RemoteSnapshot
+
+if TYPE_CHECKING:
+    from untax.layers.merged import Change
+    from untax.remote.engine import RemoteEngine
+
+log = logging.getLogger("untax.box")
+
+# The server ends a lease by its time and so do we; which of the two is seen first differs by less than this.
+_EXPIRY_SLACK_NS = 100_000_000
+
+
+def new_lease_id() -> str:
+    """The client's own, so that it can name a lease whose reply it never got."""
+    return f"lse-{secrets.token_hex(12)}"
+
+
+class RemoteBox(Box):
+    """Made by a `RemoteEngine` of what the server answered."""
+
+    _engine: RemoteEngine
+
+    def __init__(self, engine: RemoteEngine, request: Request, lease_id: str, asked_ns: int, reply: Reply) -> None:
+        with contextlib.ExitStack() as undo:
+            sock = undo.enter_context(reply.take_fd())
+            image = reply.body.get("image")
+            if not isinstance(image, ImageConfig):
+                raise ProtocolError("a lease without its image's facts")
+            shift_ns = engine.server.shift_ns
+            data = reply.body.get("account") or {}
+            ledger = account.opened(data, asked_ns=asked_ns, shift_ns=shift_ns, clock=engine.clock)
+            super().__init__(engine, request, ledger)
+            resumed = Resumed.from_data(reply.body.get("channel") or {})
+            self._lease_id = lease_id
+            self._image = image
+            self._until_ns = int(data["held_ns"]) + shift_ns + int(request.ttl_s * 1e9)
+            self._channel = self._resume(sock, resumed)
+            undo.pop_all()
+        left_s = max(0.0, (self._until_ns - self._clock()) / 1e9)
+        self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
+
+    def _resume(self, sock: socket.socket, resumed: Resumed) -> Channel:
+        return self._channel_over(SocketStream(sock), self.id, resumed)
+
+    @property
+    def image(self) -> ImageConfig:
+        return self._image
+
+    # ---- for its holder ----
+
+    async def reset(self) -> None:
+        async with self._changing:
+            before = self._live()
+            watch = Stopwatch(self._clock)
+            is_idle = before.is_idle
+            # No action reaches the sandbox until it is known which one it is. The old channel is the server's to close: from us
+            # it would look like the end of the sandbox.
+            self._channel = None
+            try:
+                reply = await self._ask("reset", idle=is_idle)
+                self._over_with_a_reset(before, reply)
+            except BaseException as exc:
+                before.close()
+                self._over = self._over or f"its reset failed: {exc}"
+                if isinstance(exc, SubstrateError) and not self._blameless:
+                    self._ledger.fault(f"{type(exc).__name__}: {exc}")
+                raise
+            finally:
+                self._ledger.add("reset", *watch.part())
+
+    def _over_with_a_reset(self, before: Channel, reply: Reply) -> None:
+        if self._over is not None:  # given up meanwhile
+            reply.discard()
+            raise SandboxLost(self.id, self._over)
+        how = reply.body.get("how")
+        if how == "pristine" and reply.fd is None:
+            if before.is_lost:
+                raise SandboxLost(self.id, before.lost_reason or "it is gone")
+            self._channel = before
+        else:
+            before.close()
+            self._ledger.sandboxes.append(str(reply.body.get("sandbox")))
+            with reply.take_fd() as sock:
+                resumed = Resumed.from_data(reply.body.get("channel") or {})
+                self._channel = self._resume(sock.dup(), resumed)
+        self._ledger.was_reset(str(how))
+
+    async def snapshot(self, *, live: bool = False) -> RemoteSnapshot:
+        async with self._changing:
+            self._live()
+            start_ns = self._clock()
+            try:
+                taken = RemoteSnapshot(self._engine, (await self._ask("snapshot", live=live)).body)
+            except BaseException as exc:
+                self._failed("snapshot", start_ns, self._channel, exc)
+                raise
+            now = self._clock()
+            self._ledger.record(ActionRecord("snapshot", start_ns, now, now, 0, taken.how))
+            return taken
+
+    async def diff(self) -> list_[Change]:
+        self._live()
+        changes: list_[Change] = []
+        await self._ask("diff", on_part=lambda part: changes.extend(part.get("changes") or ()))
+        return changes
+
+    async def pause(self) -> None:
+        self._live()
+        await self._ask("pause")
+
+    async def resume(self) -> None:
+        self._live()
+        await self._ask("resume")
+
+    # ---- for its engine ----
+
+    @property
+    def is_live(self) -> bool:
+        return self._over is None
+
+    def end_by(self, reason: str) -> None:
+        """The server has given it up, or is no more."""
+        if self._over is None:
+            self._give_up(reason)
+
+    # ---- inside ----
+
+    async def _ask(self, op: str, *, on_part: Any = None, **args: Any) -> Reply:
+        return await self._engine.request(op, {"lease": self._lease_id, **args}, on_part=on_part)
+
+    async def _provide_worker(self, user: str | None) -> None:
+        await self._ask("worker", user=user)
+
+    def _lost(self, channel: Channel, lost: SandboxLost) -> None:
+        if channel is not self._channel or self._over is not None:
+            return
+        if self._clock() >= self._until_ns - _EXPIRY_SLACK_NS:
+            self._expire()
+            self._over = self._over or self._expired_reason
+            self._channel = None
+        else:
+            self._give_up(lost.message)
+
+    def _give_up(self, reason: str) -> None:
+        self._over = reason
+        lost = SandboxLost(self.id, reason)
+        self._ledger.fault(f"SandboxLost: {lost}")
+        log.warning("sandbox %s is lost: %s", self.id, reason)
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    async def _end(self, reason: str) -> None:
+        ledger = self._ledger
+        watch = Stopwatch(self._clock)
+        ledger.released(watch.last_ns)
+        self._over = self._over or reason
+        if self._expiry is not None:
+            self._expiry.cancel()
+        channel, self._channel = self._channel, None
+        try:
+            # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
+            await self._ask("release", account=account.holding(ledger))
+        except UntaxError as exc:
+            log.info("the lease of sandbox %s was not given up (%s); its server does so by itself", self.id, exc)
+        finally:
+            if channel is not None:
+                channel.close()
+        ledger.add("cleanup", *watch.part())
+        ledger.closed(watch.last_ns)
+        self._engine.forget(self)

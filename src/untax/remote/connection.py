@@ -1,0 +1,387 @@
+"""Requests to one server: numbered, so that each is carried out once however often the connection breaks on the way.
+
+A connection that broke is taken up again at once, under the same owner, and what was not answered is asked for again. Where nobody listens any
+more, everybody who waits is told. A server that says nothing for a while is taken for gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from untax import __version__
+from untax.core.errors import BackendError, PoolClosed, ProtocolError, UntaxError, UsageError
+from untax.core.span import now_ns
+from untax.remote.address import is_trusted
+from untax.remote.boot import boot_id
+from untax.remote.messages import PROTOCOL, Body, error_of
+from untax.remote.stream import MessageStream, UnixStream
+
+log = logging.getLogger("untax.remote")
+
+_GREETING_S = 10.0
+_SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
+_FIRST_RETRY_S = 0.05
+_LAST_RETRY_S = 1.0
+_TIMEVAL = struct.Struct("@ll")
+
+Part = Callable[[Body], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What the server said about itself."""
+
+    owner: str
+    secret: str = field(repr=False)
+    release: str
+    substrate: str
+    isolation: str
+    lease_s: float
+    heartbeat_s: float
+    shift_ns: int
+    """What turns its clock's readings into ours."""
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], asked_ns: int) -> Server:
+        if body.get("protocol") != PROTOCOL:
+            raise ProtocolError(
+                f"the server {body.get('release')!s:.40} speaks protocol {body.get('protocol')!r}, this client {__version__} {PROTOCOL}:"
+                " install the same release on both sides"
+            )
+        try:
+            is_one_clock = body["boot"] is not None and body["boot"] == boot_id()
+            return cls(
+                str(body["owner"]),
+                str(body["secret"]),
+                str(body["release"]),
+                str(body["substrate"]["name"]),
+                str(body["substrate"]["isolation"]),
+                float(body["lease_s"]),
+                max(0.05, float(body["heartbeat_s"])),
+                0 if is_one_clock else (asked_ns + now_ns()) // 2 - int(body["now_ns"]),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"a greeting without its fields: {exc!r}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    body: Body
+    fd: int | None
+
+    def take_fd(self) -> socket.socket:
+        if self.fd is None:
+            raise ProtocolError("the server gave a channel without its descriptor")
+        return socket.socket(fileno=self.fd)
+
+    def discard(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+
+
+class _Pending:
+    def __init__(self, op: str, args: Mapping[str, Any], on_part: Part | None, answer: asyncio.Future[Reply]) -> None:
+        self.op = op
+        self.args = args
+        self.on_part = on_part
+        self.answer = answer
+        self.is_abandoned = False
+
+
+class Connection:
+    """`on_event` is told what the server says unasked, `on_forgotten` when a server answers that does not know us any more.
+
+    While `is_needed` says so, a lost connection is taken up again also when nobody waits for an answer.
+    """
+
+    def __init__(
+        self, path: Path, *, on_event: Callable[[str], None], on_forgotten: Callable[[], None], is_needed: Callable[[], bool]
+    ) -> None:
+        self.server: Server | None = None
+        self._path = path
+        self._on_event = on_event
+        self._on_forgotten = on_forgotten
+        self._is_needed = is_needed
+        self._pid = os.getpid()
+        self._loop = asyncio.get_running_loop()
+        self._stream: MessageStream | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._next_id = 1
+        self._greeting: tuple[int, asyncio.Future[Body]] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._retrying: asyncio.Task[None] | None = None
+        self._beat: asyncio.TimerHandle | None = None
+        self._unheard = 0
+        self._is_closed = False
+
+    # ---- requests ----
+
+    async def request(self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None) -> Reply:
+        """Carry one request out over there. Cancelling it gives back what it came to.
+
+        Raises what the server raised; `BackendError` when it is gone, or silent for `timeout_s`.
+        """
+        self.check_process()
+        await self.connect()
+        while self._stream is None:  # lost again before this went on
+            await self.connect()
+        answer: asyncio.Future[Reply] = self._loop.create_future()
+        request_id = self._take_id()
+        pending = self._pending[request_id] = _Pending(op, args, on_part, answer)
+        try:
+            self._send(request_id, pending)
+            async with asyncio.timeout(timeout_s) as deadline:
+                reply = await answer
+        except BaseException as exc:
+            if isinstance(exc, UntaxError):
+                self._pending.pop(request_id, None)
+                raise
+            self._abandon(request_id, pending)
+            if isinstance(exc, TimeoutError) and deadline.expired():
+                raise BackendError("", f"the server at {self._path} did not answer {op} within {timeout_s:g} s") from None
+            raise
+        self._pending.pop(request_id, None)
+        return reply
+
+    def _take_id(self) -> int:
+        request_id = self._next_id
+        self._next_id += 1
+        return request_id
+
+    def _send(self, request_id: int, pending: _Pending) -> None:
+        assert self._stream is not None
+        seen = next(iter(self._pending), self._next_id) - 1
+        self._stream.send({"id": request_id, "op": pending.op, "seen": seen, "args": pending.args})
+
+    def _abandon(self, request_id: int, pending: _Pending) -> None:
+        """Nobody waits any more; what comes of it is not wanted."""
+        pending.is_abandoned = True
+        if pending.answer.done() and not pending.answer.cancelled() and pending.answer.exception() is None:
+            pending.answer.result().discard()
+            self._pending.pop(request_id, None)
+        if self._stream is not None:
+            self._stream.send({"id": request_id, "op": "cancel"})
+
+    # ---- its life ----
+
+    def check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise UsageError("this process is a fork of the one that connected to the server: connect anew here")
+
+    async def connect(self) -> None:
+        """Return once the server has greeted. `BackendError` when there is none, `UsageError` or `ProtocolError` when it is the wrong one."""
+        if self._is_closed:
+            raise PoolClosed("the connection to the server is closed")
+        if self._stream is not None:
+            return
+        if self._connecting is None:
+            self._connecting = self._loop.create_task(self._connect())
+            self._connecting.add_done_callback(self._connected)
+        await asyncio.shield(self._connecting)
+
+    async def close(self) -> None:
+        """Say good-bye, whereupon the server gives back whatever is left. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in (self._connecting, self._retrying):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+        if self._stream is not None:
+            said: asyncio.Future[Reply] = self._loop.create_future()
+            request_id = self._take_id()
+            self._pending[request_id] = pending = _Pending("bye", {}, None, said)
+            self._send(request_id, pending)
+            with contextlib.suppress(TimeoutError, UntaxError):
+                async with asyncio.timeout(_GREETING_S):
+                    await said
+        self._drop_stream()
+        self._fail_all(PoolClosed("the connection to the server is closed"))
+
+    async def _connect(self) -> None:
+        stream = await self._dial()
+        asked_ns = now_ns()
+        greeting: asyncio.Future[Body] = self._loop.create_future()
+        request_id = self._take_id()
+        self._greeting = (request_id, greeting)
+        before = self.server
+        try:
+            stream.start(self)
+            stream.send(
+                {
+                    "id": request_id,
+                    "op": "hello",
+                    "protocol": PROTOCOL,
+                    "release": __version__,
+                    "owner": before.owner if before is not None else None,
+                    "secret": before.secret if before is not None else None,
+                    "boot": boot_id(),
+                    "now_ns": asked_ns,
+                }
+            )
+            async with asyncio.timeout(_GREETING_S):
+                body = await greeting
+            self.server = Server.read(body, asked_ns)
+        except BaseException as exc:
+            stream.close()
+            if isinstance(exc, TimeoutError):
+                raise BackendError("", f"the server at {self._path} did not greet within {_GREETING_S:g} s") from None
+            raise
+        finally:
+            self._greeting = None
+        self._stream = stream
+        self._unheard = 0
+        self._schedule_beat()
+        if before is not None and self.server.owner != before.owner:
+            self._on_forgotten()
+        self._resend()
+
+    async def _dial(self) -> MessageStream:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # A queue of connections that is full holds `connect` up, which no event loop can wait for: a thread does, and not for ever.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_GREETING_S), 0))
+        try:
+            await self._loop.run_in_executor(None, sock.connect, str(self._path))
+        except (FileNotFoundError, ConnectionRefusedError) as exc:
+            sock.close()
+            raise BackendError("", f"no server listens at {self._path}; start one: untax serve --socket {self._path}") from exc
+        except PermissionError as exc:
+            sock.close()
+            raise UsageError(f"{self._path} is another user's; start a server of your own: untax serve --socket PATH") from exc
+        except OSError as exc:
+            sock.close()
+            raise BackendError("", f"{self._path}: {exc.strerror}") from exc
+        except BaseException:
+            sock.close()
+            raise
+        stream = UnixStream(sock, is_known=True)
+        _, uid = stream.peer
+        if not is_trusted(uid):
+            stream.close()
+            raise UsageError(f"the server at {self._path} runs as user {uid}, who is neither you nor root; connect to your own")
+        return stream
+
+    def _resend(self) -> None:
+        for request_id, pending in list(self._pending.items()):
+            if pending.is_abandoned:
+                assert self._stream is not None
+                self._stream.send({"id": request_id, "op": "cancel"})
+                del self._pending[request_id]
+            elif not pending.answer.done():
+                self._send(request_id, pending)
+
+    def _connected(self, task: asyncio.Task[None]) -> None:
+        self._connecting = None
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            log.debug("no connection: %s", exc)
+
+    # ---- from the stream ----
+
+    def message_received(self, body: Body, fd: int | None) -> None:
+        self._unheard = 0
+        request_id = body.get("id")
+        if isinstance(event := body.get("event"), str):
+            self._on_event(event)
+        elif self._greeting is not None:
+            self._greeted(self._greeting[1], body)
+        elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:
+            self._answered(request_id, pending, body, fd)
+            return
+        if fd is not None:
+            os.close(fd)
+
+    def connection_lost(self, reason: str) -> None:
+        if self._greeting is not None:
+            if not self._greeting[1].done():
+                self._greeting[1].set_exception(BackendError("", f"the server at {self._path} refused the connection: {reason}"))
+            return
+        log.debug("the connection to %s was lost: %s", self._path, reason)
+        self._drop_stream()
+        if not self._is_closed and (self._pending or self._is_needed()) and self._retrying is None:
+            self._retrying = self._loop.create_task(self._retry(reason))
+            self._retrying.add_done_callback(self._retried)
+
+    def _greeted(self, greeting: asyncio.Future[Body], body: Body) -> None:
+        if greeting.done():
+            return
+        if isinstance(body.get("ok"), dict):
+            greeting.set_result(body["ok"])
+        else:
+            greeting.set_exception(error_of(body.get("error")))
+
+    def _answered(self, request_id: int, pending: _Pending, body: Body, fd: int | None) -> None:
+        if isinstance(part := body.get("part"), dict):
+            if pending.on_part is not None and not pending.is_abandoned:
+                pending.on_part(part)
+            return
+        if pending.is_abandoned or pending.answer.done():
+            if pending.is_abandoned:
+                del self._pending[request_id]
+            if fd is not None:
+                os.close(fd)
+        elif isinstance(answer := body.get("ok"), dict):
+            pending.answer.set_result(Reply(answer, fd))
+        else:
+            if fd is not None:
+                os.close(fd)
+            pending.answer.set_exception(error_of(body.get("error")))
+
+    # ---- when it breaks ----
+
+    async def _retry(self, reason: str) -> None:
+        """Until there is a connection again, or nobody needs one. Those who wait for an answer are told when nobody listens."""
+        delay_s = _FIRST_RETRY_S
+        while not self._is_closed:
+            try:
+                await self.connect()
+                return
+            except UntaxError as exc:
+                self._fail_all(BackendError("", f"the connection to the server was lost ({reason}), and there is no other: {exc}"))
+                if not isinstance(exc, BackendError) or not self._is_needed():
+                    return
+            await asyncio.sleep(delay_s)  # nothing tells when a file at a path begins to be listened at
+            delay_s = min(2 * delay_s, _LAST_RETRY_S)
+
+    def _retried(self, task: asyncio.Task[None]) -> None:
+        self._retrying = None
+        if not task.cancelled():
+            task.exception()
+
+    def _fail_all(self, exc: UntaxError) -> None:
+        pending, self._pending = self._pending, {}
+        for one in pending.values():
+            if not one.answer.done():
+                one.answer.set_exception(type(exc)(*exc.args))
+                one.answer.exception()  # an abandoned one has nobody who would look
+
+    def _drop_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if self._beat is not None:
+            self._beat.cancel()
+        if stream is not None:
+            stream.close()
+
+    def _schedule_beat(self) -> None:
+        assert self.server is not None
+        self._beat = self._loop.call_later(self.server.heartbeat_s, self._heartbeat)
+
+    def _heartbeat(self) -> None:
+        if self._stream is None:
+            return
+        if self._unheard >= _SILENT_HEARTBEATS:
+            self._stream.close()
+            self.connection_lost("it does not answer")
+            return
+        self._unheard += 1
+        self._stream.send({"id": 0, "op": "renew", "seen": next(iter(self._pending), self._next_id) - 1})
+        self._schedule_beat()

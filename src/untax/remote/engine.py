@@ -1,0 +1,205 @@
+"""`untax.connect`: the engine of another process on this machine, with the same API as one's own.
+
+Leases, resets and snapshots are requests to the server. The actions of a leased box are not: its channel's descriptor is handed to this
+process, which speaks to the sandbox itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from untax.box import Box
+from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UsageError
+from untax.core.root import Root
+from untax.core.span import Clock, now_ns
+from untax.core.spec import EnvSpec
+from untax.leases import Bindings, Offer, Request, checked
+from untax.leasing import Leasing
+from untax.remote.address import socket_path
+from untax.remote.box import RemoteBox, new_lease_id
+from untax.remote.connection import Connection, Part, Reply, Server
+from untax.remote.messages import load_types
+from untax.remote.snapshot import RemoteSnapshot
+from untax.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from untax.layers.build import Prepared
+    from untax.layers.sources import Progress
+
+log = logging.getLogger("untax.remote")
+
+_LATE_S = 5.0  # after `wait_s` has passed, for the server to say so itself
+
+
+def connect(url: str) -> RemoteEngine:
+    """`async with untax.connect("unix:PATH") as engine`: the engine that `untax serve --socket PATH` runs, used as one's own."""
+    return RemoteEngine(url)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSubstrate:
+    """What leases are checked against: the server's substrate, by name."""
+
+    name: str
+    isolation: str
+
+
+class RemoteEngine(Leasing):
+    """Leases sandboxes of a server. `async with`, or `start()` and `aclose()`. For one process and one event loop."""
+
+    box_class: type[RemoteBox] = RemoteBox
+
+    def __init__(self, url: str, *, clock: Clock = now_ns) -> None:
+        super().__init__(clock)
+        self.url = url
+        self._path = socket_path(url)
+        self._connection: Connection | None = None
+
+    # ---- its own life ----
+
+    async def start(self) -> None:
+        """Connect; `BackendError` when no server listens there, `UsageError` or `ProtocolError` when it is not one for us."""
+        if self._state != "new":
+            raise UsageError(f"this connection is {self._state}; make a new one with untax.connect()")
+        load_types()
+        self._connection = Connection(
+            self._path,
+            on_event=self._heard,
+            on_forgotten=lambda: self._end_all("its server was started anew, or gave it up while the connection was broken"),
+            is_needed=lambda: any(isinstance(box, RemoteBox) and box.is_live for box in self._boxes),
+        )
+        try:
+            await self._connection.connect()
+        except BaseException:
+            self._state = "closed"
+            await self._connection.close()
+            raise
+        self._state = "running"
+
+    async def aclose(self) -> None:
+        """Release every box and say good-bye. Safe to call twice."""
+        if self._state != "closed":
+            self._state = "closed"
+            if self._connection is not None:
+                await self.finish(self.chore(self._close(self._connection)))
+
+    async def _close(self, connection: Connection) -> None:
+        await asyncio.gather(*(box.release() for box in list(self._boxes)), return_exceptions=True)
+        while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
+            await asyncio.wait(chores)
+        await connection.close()
+
+    @property
+    def server(self) -> Server:
+        """What the server said about itself; `UsageError` before `start`."""
+        if self._connection is None or self._connection.server is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        return self._connection.server
+
+    @property
+    def substrate(self) -> RemoteSubstrate:
+        return RemoteSubstrate(self.server.substrate, self.server.isolation)
+
+    @property
+    def offer(self) -> Offer:
+        return self.substrate
+
+    # ---- what is in store ----
+
+    async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
+        """Build the stages that `spec` lacks, ahead of its leases; they stay until the `pin` of what is given is closed, or this connection."""
+        from untax.layers.build import Prepared
+        from untax.remote.pin import RemotePin
+
+        self._check_running()
+
+        def told(part: Mapping[str, Any]) -> None:
+            said = part.get("progress")
+            if progress is not None and isinstance(said, tuple) and len(said) == 3:
+                progress(*said)
+
+        body = (await self.request("prepare", {"spec": checked(self.offer, spec, Bindings()).spec}, on_part=told)).body
+        root, stages, built, pin_id, pinned = (body.get(name) for name in ("root", "stages", "built", "pin", "pinned"))
+        if not isinstance(root, Root) or not isinstance(stages, tuple) or not isinstance(built, dict) or not isinstance(pinned, tuple):
+            raise ProtocolError("stages were prepared without saying which")
+        return Prepared(root, stages, built, RemotePin(self, str(pin_id), pinned))
+
+    async def find_snapshot(self, snapshot_id: str) -> Snapshot:
+        self._check_running()
+        if not isinstance(snapshot_id, str):
+            raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
+        return RemoteSnapshot(self, (await self.request("find_snapshot", {"snapshot": snapshot_id})).body)
+
+    async def warm(self, spec: EnvSpec, *more: Any, **options: Any) -> Any:
+        """As `untax.Engine.warm`: the server's pool serves all of its clients."""
+        checked_spec = checked(self.offer, spec, Bindings()).spec
+        return (await self.ask("warm", spec=checked_spec, more=more, options=options)).get("value")
+
+    async def pools(self) -> Any:
+        """What the server keeps ready, as `untax.Engine.pools` has it."""
+        return (await self.ask("pools")).get("value")
+
+    async def ledgers(self) -> tuple[dict[str, Any], ...]:
+        """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""
+        return tuple(json.loads(one) for one in (await self.ask("ledgers")).get("value") or ())
+
+    # ---- how a box comes to be ----
+
+    async def fulfil(self, request: Request) -> Box:
+        self._check_running()
+        asked_ns = self.clock()
+        lease_id = new_lease_id()
+        args = {
+            "lease": lease_id,
+            "spec": request.spec,
+            "files": request.files,
+            "wait_s": request.wait_s,
+            "ttl_s": request.ttl_s,
+            "snapshot": None if request.snapshot is None else request.snapshot.id,
+        }
+        timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
+        try:
+            reply = await self.request("lease", args, timeout_s=timeout_s)
+        except BackendError as exc:
+            if timeout_s is not None and self.clock() - asked_ns >= timeout_s * 1e9:
+                raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}: {exc}") from exc
+            raise
+        try:
+            box = self.box_class(self, request, lease_id, asked_ns, reply)
+        except BaseException:
+            self.chore(self.ask("release", lease=lease_id, account={}))
+            raise
+        self._boxes.add(box)
+        return box
+
+    # ---- for boxes and snapshots ----
+
+    async def request(self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None) -> Reply:
+        if self._connection is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        return await self._connection.request(op, args, timeout_s=timeout_s, on_part=on_part)
+
+    async def ask(self, op: str, **args: Any) -> dict[str, Any]:
+        """A request whose answer has no descriptor."""
+        reply = await self.request(op, args)
+        reply.discard()
+        return reply.body
+
+    def forget(self, box: RemoteBox) -> None:
+        self._boxes.discard(box)
+
+    def _heard(self, event: str) -> None:
+        if event == "closing":
+            self._end_all("its server was stopped")
+        else:
+            log.info("the server at %s is %s", self._path, event)
+
+    def _end_all(self, reason: str) -> None:
+        for box in list(self._boxes):
+            if isinstance(box, RemoteBox):
+                box.end_by(reason)

@@ -1,0 +1,248 @@
+"""What owners may ask for: each request is one method, with arguments that are checked before they are believed."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from untax.core import account
+from untax.core.errors import ProtocolError, SandboxLost, UsageError
+from untax.core.ledger import as_dict
+from untax.core.spec import EnvSpec
+from untax.leases import Bindings, checked
+from untax.remote.messages import Body
+from untax.server.answers import Outcome
+from untax.server.handed import Handed, HangUps, hand_over
+from untax.server.owners import Owner
+from untax.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from untax.engine import Engine
+    from untax.tenancy import Tenancy
+
+_CHANGES_AT_ONCE = 10_000
+
+Tell = Callable[[Body], None]
+
+
+class Operations:
+    """`on_ledger` is told of every ledger that is final, `on_change` when a lease came or went."""
+
+    def __init__(
+        self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[dict[str, Any]], object], on_change: Callable[[], object]
+    ) -> None:
+        self._engine = engine
+        self._hang_ups = hang_ups
+        self._on_ledger = on_ledger
+        self._on_change = on_change
+
+    async def carry_out(self, owner: Owner, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
+        method = getattr(self, f"op_{op}", None) if op.isidentifier() else None
+        if method is None:
+            raise ProtocolError(f"the server knows no request {op!r}: install the same release on both sides")
+        outcome: Outcome = await method(owner, _Args(args, shift_ns), tell)
+        return outcome
+
+    # ---- leases ----
+
+    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        engine = self._engine
+        lease_id = args.text("lease")
+        late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
+        request = checked(engine.offer, args.spec(), late)
+        if (snapshot_id := args.text_or_none("snapshot")) is not None:
+            request = replace(request, snapshot=await engine.find_snapshot(snapshot_id))
+        box = await engine.fulfil(request)
+        try:
+            handed = await hand_over(box, self._hang_ups)
+            if owner.is_over or lease_id in owner.leases:
+                raise UsageError("the owner is gone, or has a lease of this id already")
+        except BaseException:
+            await engine.finish(engine.chore(box.release()))
+            raise
+        owner.leases[lease_id] = box
+        self._on_change()
+        body = {"account": account.opening(box.ledger), "image": box.image, "channel": handed.resumed.to_data()}
+        return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
+
+    async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        box = owner.leases.pop(args.text("lease"), None)
+        if box is not None:
+            try:
+                account.merge(box.ledger, args.mapping("account"), shift_ns=args.shift_ns)
+            finally:
+                await self._released(box)
+        return Outcome({})
+
+    async def _give_back(self, owner: Owner, lease_id: str) -> None:
+        box = owner.leases.pop(lease_id, None)
+        if box is not None:
+            await self._released(box)
+
+    async def _released(self, box: Tenancy) -> None:
+        await box.release()
+        self._on_ledger(as_dict(box.ledger))
+        self._on_change()
+
+    async def give_all_back(self, owner: Owner, reason: str) -> None:
+        """The owner is over: nothing of it stays."""
+        leases, owner.leases = list(owner.leases.values()), {}
+        for box in leases:
+            box.ledger.fault(f"the holder of the lease is gone: {reason}")
+        for pin in owner.pins.values():
+            await asyncio.to_thread(pin.close)
+        await asyncio.gather(*(self._released(box) for box in leases))
+        for snapshot in owner.snapshots.values():
+            if not snapshot.is_saved:
+                await snapshot.drop()
+
+    # ---- their boxes ----
+
+    async def op_reset(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        box = _box(owner, args)
+        before: object = box._channel
+        if isinstance(before, Handed):
+            before.is_idle = args.truth("idle")
+        await box.reset()
+        handed = await hand_over(box, self._hang_ups)
+        body = {"sandbox": box.id, "unenforced": box.ledger.unenforced, "channel": handed.resumed.to_data()}
+        return Outcome(body | {"how": "pristine"}) if handed is before else Outcome(body | {"how": "replaced"}, handed)
+
+    async def op_snapshot(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        snapshot = await _box(owner, args).snapshot(live=args.truth("live"))
+        if owner.is_over:
+            await snapshot.drop()
+        owner.snapshots[snapshot.id] = snapshot
+        return Outcome(_told(snapshot), undo=snapshot.drop)
+
+    async def op_diff(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
+        changes = await _box(owner, args).diff()
+        for at in range(0, len(changes), _CHANGES_AT_ONCE):
+            tell({"changes": changes[at : at + _CHANGES_AT_ONCE]})
+        return Outcome({"count": len(changes)})
+
+    async def op_pause(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        await _box(owner, args).pause()
+        return Outcome({})
+
+    async def op_resume(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        await _box(owner, args).resume()
+        return Outcome({})
+
+    async def op_worker(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        await _box(owner, args)._provide_worker(args.text_or_none("user"))
+        return Outcome({})
+
+    # ---- snapshots and stages ----
+
+    async def op_find_snapshot(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        return Outcome(_told(await self._engine.find_snapshot(args.text("snapshot"))))
+
+    async def op_save(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        await (await self._engine.find_snapshot(args.text("snapshot"))).save()
+        return Outcome({})
+
+    async def op_drop(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        snapshot_id = args.text("snapshot")
+        snapshot = owner.snapshots.pop(snapshot_id, None)
+        if snapshot is None and args.truth("is_saved"):
+            snapshot = await self._engine.find_snapshot(snapshot_id)
+        if snapshot is not None:
+            await snapshot.drop()
+        return Outcome({})
+
+    async def op_prepare(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
+        prepared = await self._engine.prepare(args.spec(), progress=lambda what, done, total: tell({"progress": [what, done, total]}))
+        pin_id = f"pin-{secrets.token_hex(8)}"
+        owner.pins[pin_id] = prepared.pin
+        if owner.is_over:
+            prepared.pin.close()
+        body = {"root": prepared.root, "stages": prepared.stages, "built": prepared.built, "pin": pin_id, "pinned": prepared.pin.ids}
+        return Outcome(body)
+
+    async def op_unpin(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        pin = owner.pins.pop(args.text("pin"), None)
+        if pin is not None:
+            await asyncio.to_thread(pin.close)
+        return Outcome({})
+
+    # ---- the engine itself ----
+
+    async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        return Outcome({"value": await self._pooled("warm")(args.spec(), *args.sequence("more"), **args.mapping("options"))})
+
+    async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        value = self._pooled("pools")()
+        return Outcome({"value": await value if asyncio.iscoroutine(value) else value})
+
+    def _pooled(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] | None = getattr(self._engine, name, None)
+        if found is None:
+            raise UsageError(f"the server's engine has no {name}()")
+        return found
+
+
+def _box(owner: Owner, args: _Args) -> Tenancy:
+    box = owner.leases.get(args.text("lease"))
+    if box is None:
+        raise SandboxLost("", "the server knows no such lease: it ended, or the server was started anew")
+    return box
+
+
+def _told(snapshot: Snapshot) -> Body:
+    return {
+        "snapshot": snapshot.id,
+        "spec": snapshot.spec,
+        "how": snapshot.how,
+        "elapsed_s": snapshot.elapsed_s,
+        "is_saved": snapshot.is_saved,
+    }
+
+
+class _Args:
+    """The arguments of a request, each asked for by its type. `ProtocolError` for what is missing or something else."""
+
+    def __init__(self, given: Mapping[str, Any], shift_ns: int) -> None:
+        self._given = given
+        self.shift_ns = shift_ns
+
+    def _of(self, name: str, *kinds: type) -> Any:
+        value = self._given.get(name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ProtocolError(f"a request whose {name!r} is {type(value).__name__}")
+        return value
+
+    def text(self, name: str) -> str:
+        value: str = self._of(name, str)
+        return value
+
+    def text_or_none(self, name: str) -> str | None:
+        value: str | None = self._of(name, str, type(None))
+        return value
+
+    def number(self, name: str) -> float:
+        value: float = self._of(name, int, float)
+        return value
+
+    def number_or_none(self, name: str) -> float | None:
+        value: float | None = self._of(name, int, float, type(None))
+        return value
+
+    def truth(self, name: str) -> bool:
+        value: bool = self._of(name, bool)
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        value: Mapping[str, Any] = self._of(name, dict)
+        return value
+
+    def sequence(self, name: str) -> tuple[Any, ...]:
+        value: tuple[Any, ...] = self._of(name, tuple)
+        return value
+
+    def spec(self) -> EnvSpec:
+        value: EnvSpec = self._of("spec", EnvSpec)
+        return value

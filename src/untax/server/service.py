@@ -1,0 +1,238 @@
+"""One engine for many clients, whatever they come over: who is there, what they hold, and how it all ends.
+
+A transport makes a `Session` for each connection and gives it the messages; everything else is here and below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from untax import __version__
+from untax.core.errors import PoolClosed, ProtocolError, UntaxError
+from untax.core.spec import require_duration
+from untax.remote.boot import boot_id
+from untax.remote.messages import PROTOCOL, Body, error_data
+from untax.remote.stream import MessageStream
+from untax.server.answers import Answers, Outcome
+from untax.server.handed import HangUps
+from untax.server.operations import Operations
+from untax.server.owners import Owner, Owners
+
+if TYPE_CHECKING:
+    from untax.engine import Engine
+
+log = logging.getLogger("untax.server")
+
+LEASE_S = 10.0
+"""How long an owner that lost its connection may take to come back before what it held is given back."""
+HEARTBEAT_S = 3.0
+"""How often a client lets itself be heard, and finds out whether the server still answers."""
+LEDGERS_KEPT = 256
+
+
+class Service:
+    """Over a started engine, which stays its maker's to close."""
+
+    def __init__(self, engine: Engine, *, lease_s: float = LEASE_S) -> None:
+        self.engine = engine
+        self.lease_s = require_duration("lease_s", lease_s)
+        self.ledgers: deque[dict[str, Any]] = deque(maxlen=LEDGERS_KEPT)
+        """The latest that are final, the holders' part in them."""
+        self.sessions: set[Session] = set()
+        self.owners = Owners(self.lease_s, self._over)
+        self.answers = Answers(engine.chore)
+        self._hang_ups = HangUps()
+        self.operations = Operations(engine, self._hang_ups, self.ledgers.append, self._changed)
+        self._waiting: list[asyncio.Future[None]] = []
+        self.is_draining = False
+
+    @property
+    def leases(self) -> int:
+        return sum(len(owner.leases) for owner in self.owners)
+
+    async def wait_idle(self) -> None:
+        """Return once nobody holds a lease."""
+        while self.leases:
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+
+    def drain(self) -> None:
+        """From here on there are no new leases; the clients are told."""
+        self.is_draining = True
+        for session in list(self.sessions):
+            session.say({"event": "draining"})
+
+    async def aclose(self) -> None:
+        """End every owner and give back what it held. Safe to call twice."""
+        self.is_draining = True
+        for session in list(self.sessions):
+            session.say({"event": "closing"})
+        ends = [self._ended(owner, "the server was stopped") for owner in self.owners]
+        await asyncio.gather(*ends)
+        for session in list(self.sessions):
+            session.drop("the server was stopped")
+        self._hang_ups.close()
+
+    # ---- owners ----
+
+    def _over(self, owner: Owner, reason: str) -> None:
+        running = self.answers.end(owner)
+        owner.ended = self.engine.chore(self._give_all_back(owner, reason, running))
+        if owner.attachment is not None:
+            owner.attachment.drop(reason)
+
+    async def _give_all_back(self, owner: Owner, reason: str, running: list[asyncio.Task[Outcome]]) -> None:
+        if running:
+            await asyncio.wait(running)
+        await self.operations.give_all_back(owner, reason)
+        self._changed()
+
+    async def _ended(self, owner: Owner, reason: str) -> None:
+        self.owners.end(owner, reason)
+        if owner.ended is not None:
+            await owner.ended
+
+    def _changed(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class Session:
+    """One connection: a greeting, then requests of one owner."""
+
+    def __init__(
+        self, service: Service, stream: MessageStream, label: str, *, proves_life: bool, on_owner: Callable[[Owner], object]
+    ) -> None:
+        self._service = service
+        self._stream = stream
+        self._label = label
+        self._proves_life = proves_life
+        self._on_owner = on_owner
+        self._shift_ns = 0
+        self.owner: Owner | None = None
+        service.sessions.add(self)
+
+    @property
+    def proves_life(self) -> bool:
+        return self._proves_life
+
+    def say(self, body: Body, fd: int | None = None) -> None:
+        self._stream.send(body, fd)
+
+    def drop(self, reason: str) -> None:
+        log.debug("connection of %s dropped: %s", self._label, reason)
+        self._service.sessions.discard(self)
+        self._stream.close()
+
+    # ---- from the stream ----
+
+    def message_received(self, body: Body, fd: int | None) -> None:
+        if fd is not None:
+            os.close(fd)  # nothing that a client sends needs one
+        request_id = body.get("id")
+        if isinstance(request_id, bool) or not isinstance(request_id, int) or not isinstance(body.get("op"), str):
+            self.refuse(0, ProtocolError("a request without a number or a name"))
+        elif self.owner is None:
+            self._greeted(request_id, body)
+        else:
+            self._asked(self.owner, request_id, body)
+
+    def connection_lost(self, reason: str) -> None:
+        log.debug("connection of %s lost: %s", self._label, reason)
+        self._service.sessions.discard(self)
+        if self.owner is not None:
+            self._service.owners.detach(self.owner, self)
+
+    # ---- inside ----
+
+    def _greeted(self, request_id: int, body: Body) -> None:
+        service = self._service
+        try:
+            owner, is_resumed = self._owner_of(body)
+        except UntaxError as exc:
+            self.refuse(request_id, exc)
+            return
+        self.owner = owner
+        substrate = service.engine.substrate
+        self.say(
+            {
+                "id": request_id,
+                "ok": {
+                    "protocol": PROTOCOL,
+                    "release": __version__,
+                    "owner": owner.id,
+                    "secret": owner.secret,
+                    "is_resumed": is_resumed,
+                    "lease_s": service.lease_s,
+                    "heartbeat_s": HEARTBEAT_S,
+                    "substrate": {"name": substrate.name, "isolation": substrate.isolation},
+                    "boot": boot_id(),
+                    "now_ns": service.engine.clock(),
+                },
+            }
+        )
+        service.owners.attach(owner, self)
+        self._on_owner(owner)
+
+    def _owner_of(self, body: Body) -> tuple[Owner, bool]:
+        if body.get("op") != "hello":
+            raise ProtocolError("a request before the greeting")
+        if body.get("protocol") != PROTOCOL:
+            raise ProtocolError(
+                f"the client {body.get('release')!s:.40} speaks protocol {body.get('protocol')!r}, the server {__version__} {PROTOCOL}:"
+                " install the same release on both sides"
+            )
+        owner_id, secret, now_ns, boot = (body.get(name) for name in ("owner", "secret", "now_ns", "boot"))
+        if not isinstance(owner_id, str | None) or not isinstance(secret, str | None) or not isinstance(now_ns, int):
+            raise ProtocolError("a greeting without its fields")
+        if self._service.is_draining and not (owner_id and self._service.owners.is_known(owner_id)):
+            raise PoolClosed("the server is stopping; connect to another, or to its successor")
+        # One machine has one monotonic clock for all. Elsewhere the way here is taken for nothing, which makes it the queue's.
+        self._shift_ns = 0 if boot is not None and boot == boot_id() else self._service.engine.clock() - now_ns
+        return self._service.owners.take_up(owner_id, secret, self._label)
+
+    def _asked(self, owner: Owner, request_id: int, body: Body) -> None:
+        service = self._service
+        service.owners.renew(owner)
+        if isinstance(seen := body.get("seen"), int):
+            service.answers.seen(owner, seen)
+        op, args = body["op"], body.get("args")
+        match op:
+            case "renew":
+                self.say({"id": request_id, "ok": {}})
+            case "cancel":
+                service.answers.cancel(owner, request_id)
+            case "bye":
+                self.say({"id": request_id, "ok": {}})
+                service.owners.end(owner, "it said good-bye")
+            case "lease" | "warm" if service.is_draining:
+                self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
+            case "ledgers":
+                self.say({"id": request_id, "ok": {"value": [json.dumps(one) for one in service.ledgers]}})
+            case _ if isinstance(args, dict):
+                shift_ns = self._shift_ns
+                service.answers.ask(
+                    owner, request_id, lambda tell: service.operations.carry_out(owner, op, args, shift_ns, tell), self
+                )  # fmt: skip
+            case _:
+                self.refuse(request_id, ProtocolError("a request without arguments"))
+
+    def _say_error(self, request_id: int, exc: UntaxError) -> None:
+        self.say({"id": request_id, "error": error_data(exc)})
+
+    def refuse(self, request_id: int, exc: UntaxError) -> None:
+        """Say why, and that was it."""
+        log.info("connection of %s refused: %s", self._label, exc)
+        self._say_error(request_id, exc)
+        if self.owner is not None:
+            self._service.owners.detach(self.owner, self)
+        self.drop(str(exc))

@@ -1,0 +1,95 @@
+"""One account in two processes: both ends have the whole, and it adds up in both."""
+
+import pytest
+
+from untax.core import account
+from untax.core.errors import ProtocolError
+from untax.core.ledger import ActionRecord, EgressRecord, Ledger
+from untax.core.substrate import Unenforced
+from untax.remote.messages import decode, encode
+from untax.testing import FakeClock
+
+
+def sent(body):
+    return decode(encode(body)[4:])[0]
+
+
+def a_server_s(clock):
+    ledger = Ledger(rollout="r1", substrate="fake", isolation="vm", start_ns=1_000, clock=clock)
+    ledger.sandboxes.append("sbx-1")
+    ledger.unenforced = (Unenforced("cpus", "why", "remedy"),)
+    ledger.stages = {"deps": 1.5}
+    ledger.add("queue", 1_000, 1_010)
+    ledger.add("create", 1_010, 1_030)
+    ledger.held(1_030)
+    return ledger
+
+
+def a_rollout(shift_ns=0):
+    """The server's clock is `shift_ns` behind the holder's. Asked at 990, held at 1,040, an action of 20, a reset of 5, released at 1,080."""
+    clock = FakeClock(start_ns=1_040 + shift_ns)
+    theirs = a_server_s(FakeClock(start_ns=1_030))
+    ours = account.opened(sent(account.opening(theirs)), asked_ns=990 + shift_ns, shift_ns=shift_ns, clock=clock)
+    ours.record(ActionRecord("run", 1_050 + shift_ns, 1_068 + shift_ns, 1_070 + shift_ns, 10, "exited"))
+    ours.add("reset", 1_070 + shift_ns, 1_075 + shift_ns)
+    ours.egress_attempt(EgressRecord("example.org", 443, "denied", "no", 1_051 + shift_ns))
+    ours.released(1_080 + shift_ns)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("shift_ns", [0, 5_000_000, -900])
+def test_the_holder_has_the_whole(shift_ns):
+    ours, _ = a_rollout(shift_ns)
+    ours.add("cleanup", 1_080 + shift_ns, 1_090 + shift_ns)
+    ours.closed(1_090 + shift_ns)
+    numbers = {name: round(value * 1e9) for name, value in ours.metrics().items() if name.endswith("_s")}
+
+    assert (ours.rollout, ours.sandboxes, ours.stages) == ("r1", ["sbx-1"], {"deps": 1.5})
+    assert ours.unenforced == (Unenforced("cpus", "why", "remedy"),)
+    assert {name: numbers[f"{name}_s"] for name in ("queue", "create", "ready", "action", "dispatch", "observe", "reset", "cleanup")} == {
+        "queue": 20, "create": 20, "ready": 10, "action": 10, "dispatch": 8, "observe": 2, "reset": 5, "cleanup": 10,
+    }  # fmt: skip
+    assert (numbers["holder_s"], numbers["unattributed_s"], numbers["total_s"]) == (15, 0, 100)
+
+
+@pytest.mark.parametrize("shift_ns", [0, 5_000_000])
+def test_the_server_gets_the_holder_s_part(shift_ns):
+    ours, theirs = a_rollout(shift_ns)
+    theirs.add("reset", 1_071, 1_074)  # what it saw of it itself is not counted twice
+    ours.fault("SandboxLost: gone")
+
+    account.merge(theirs, sent(account.holding(ours)), shift_ns=-shift_ns)
+    theirs.released(1_081)
+    theirs.add("cleanup", 1_080, 1_088)
+    theirs.closed(1_088)
+    numbers = {name: round(value * 1e9) for name, value in theirs.metrics().items() if name.endswith("_s")}
+
+    assert [(a.name, a.start_ns, a.inside_ns) for a in theirs.actions] == [("run", 1_050, 10)]
+    assert (numbers["queue_s"], numbers["ready_s"], numbers["reset_s"], numbers["holder_s"]) == (20, 10, 5, 15)
+    assert (numbers["unattributed_s"], numbers["total_s"]) == (0, 98)
+    assert (theirs.verdict, theirs.reason) == ("infra", "SandboxLost: gone")
+    assert theirs.egress == (EgressRecord("example.org", 443, "denied", "no", 1_051),)
+    assert theirs.metrics()["egress_refused"] == 1
+
+
+def test_a_lease_that_ended_by_its_time_keeps_the_server_s_cleanup():
+    ours, theirs = a_rollout()
+    theirs.add("cleanup", 1_080, 1_088)
+    account.merge(theirs, sent(account.holding(ours)), shift_ns=0)
+
+    assert round(theirs.metrics()["cleanup_s"] * 1e9) == 8
+
+
+@pytest.mark.parametrize("spoiled", [{}, {"held_ns": "x"}, {"parts": [1]}, {"actions": [[1]]}, {"folded": None}])
+def test_an_account_that_cannot_be_read_changes_nothing(spoiled):
+    ours, theirs = a_rollout()
+    before = theirs.to_json()
+    data = sent(account.holding(ours)) | spoiled if spoiled else {}
+    with pytest.raises(ProtocolError):
+        account.merge(theirs, data, shift_ns=0)
+    assert theirs.to_json() == before
+
+
+def test_a_lease_without_its_account_is_refused():
+    with pytest.raises(ProtocolError):
+        account.opened({"facts": {}}, asked_ns=0, shift_ns=0, clock=FakeClock())
