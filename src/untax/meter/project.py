@@ -37,7 +37,10 @@ def workers_for(hours: float, wall_clock_h: float) -> int:
 
 
 def as_printed(text: str) -> tuple[float, Interval]:
-    """A number that somebody typed, and everything that would be rounded to it: "42.5" is from 42.45 to 42.55."""
+    """A number that somebody typed, and everything that would be rounded to it: "42.5" is from 42.45 to 42.55.
+
+    One of fewer than three digits ("10 ms") is a round number that somebody chose, and stands for itself.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -46,7 +49,8 @@ def as_printed(text: str) -> tuple[float, Interval]:
         raise UsageError(f"{text} is no time that a trajectory could take; it must be more than 0")
     mantissa, _, exponent = text.lower().strip().partition("e")
     places = len(mantissa.partition(".")[2])
-    half = 0.5 * 10.0 ** (int(exponent or 0) - places)
+    is_measured = len(mantissa.replace(".", "").lstrip("+0")) >= 3
+    half = 0.5 * 10.0 ** (int(exponent or 0) - places) if is_measured else 0.0
     return value, Interval(max(0.0, value - half), value + half)
 
 
@@ -75,6 +79,8 @@ class ByLength:
 
     points: Mapping[int, float]
     draws: Mapping[int, Sequence[float]]
+    n: int
+    """Trials behind it that went well."""
     slope: float | None = None
     """Seconds for one more action, where one length must do."""
 
@@ -116,13 +122,14 @@ def by_length(run: Gathered, series: Series, tier: str) -> ByLength | None:
             return None
         found = {max(1, round(samples.actions / samples.n)): samples}
     points = {length: samples.worker_per_trajectory for length, samples in found.items()}
+    n = sum(samples.n for samples in found.values())
     rng = random.Random(_SEED)
     draws = {length: worker_draws(samples, rng) for length, samples in found.items()}
     if len(found) > 1:
-        return ByLength(points, draws)
+        return ByLength(points, draws, n)
     ((length, samples),) = found.items()
     parts = samples.mean_parts
-    return ByLength(points, draws, slope=sum(parts[name] for name in _PER_ACTION) / length)
+    return ByLength(points, draws, n, slope=sum(parts[name] for name in _PER_ACTION) / length)
 
 
 def worker_draws(samples: Samples, rng: random.Random) -> list[float]:
@@ -177,8 +184,7 @@ def project(run: Gathered, tier: str, *, steps: float, trajectories: float) -> l
     for series in run.series:
         model = by_length(run, series, tier)
         if model is not None:
-            samples = [one for one in (run.of(series, tier, length) for length in run.lengths(tier)) if one] or [run.of(series, tier)]
-            found.append((series, sum(one.n for one in samples if one), model.at(steps)))
+            found.append((series, model.n, model.at(steps)))
     found.sort(key=lambda one: one[2].value)
     if not found:
         return []
