@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,17 +99,19 @@ def _noisy_host(run: Gathered) -> Iterator[Finding]:
 
 
 def _failures(run: Gathered) -> Iterator[Finding]:
+    by_series: dict[Series, list[Samples]] = {}
     for samples in run.cases.values():
         if samples.failed:
-            kinds = ", ".join(f"{count} × {kind}" for kind, count in samples.errors.most_common(3))
-            said = f": “{samples.example[:200]}”" if samples.example else ""
-            yield Finding(
-                "failed trials",
-                "warn",
-                f"{samples.case}: {samples.failed} of {samples.failed + samples.n} failed ({kinds}){said}",
-                "their time is in the worker-hours and not in the latencies; mend the cause, `untax doctor` may know it",
-                (str(samples.case),),
-            )
+            by_series.setdefault(samples.series, []).append(samples)
+    for series, found in by_series.items():
+        kinds = sum((one.errors for one in found), Counter[str]())
+        failed, all_ = sum(one.failed for one in found), sum(one.failed + one.n for one in found)
+        words = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common(3))
+        example = next((one.example for one in found if one.example), "")
+        said = f"; the first said “{example[:200]}”" if example else ""
+        remedy = "their time is in the worker-hours and not in the latencies; mend the cause, `untax doctor` may know it"
+        text = f"{series}: {failed} of {all_} trials failed in {len(found)} cases ({words}){said}"
+        yield Finding("failed trials", "warn", text, remedy, tuple(f"{one.case}: {one.failed} of {one.failed + one.n}" for one in found))
 
 
 def _too_few(run: Gathered) -> Iterator[Finding]:

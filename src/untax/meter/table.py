@@ -15,7 +15,7 @@ from html import escape
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A cell: what people read, the number behind it for machines, and a smaller second line."""
+    """A cell: what people read, the number behind it for machines, and smaller lines below it."""
 
     text: str
     raw: float | int | str | None = None
@@ -67,7 +67,7 @@ def as_markdown(table: Table) -> str:
 
 def as_html(table: Table) -> str:
     def cell(tag: str, content: Cell, is_key: bool) -> str:
-        under = f"<small>{escape(content.under)}</small>" if isinstance(content, Value) and content.under else ""
+        under = f"<small>{escape(content.under).replace(chr(10), '<br>')}</small>" if isinstance(content, Value) and content.under else ""
         scope = ' scope="row"' if tag == "th" and is_key else ""
         return f"<{tag}{scope}>{escape(str(content))}{under}</{tag}>"
 
@@ -96,7 +96,9 @@ def markdown_escape(text: str) -> str:
 
 
 def _flat(cell: Cell) -> str:
-    return f"{cell.text} ({cell.under})" if isinstance(cell, Value) and cell.under else str(cell).replace("\n", " ")
+    if isinstance(cell, Value) and cell.under:
+        return f"{cell.text} ({cell.under.replace(chr(10), ', ')})"
+    return str(cell).replace("\n", " ")
 
 
 def _plain(cell: Cell) -> str | float | int:

@@ -21,6 +21,12 @@ def seconds(value: float) -> str:
     return f"{digits(value / 1e-9)} ns"
 
 
+def tick(value: float) -> str:
+    """A duration on an axis, where it is a round number: "3 ms"."""
+    number, _, unit = seconds(value).partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+
+
 def digits(value: float, count: int = 3) -> str:
     """With `count` significant digits, thousands parted, never in powers of ten."""
     if not math.isfinite(value):
@@ -47,14 +53,16 @@ def share(value: float) -> str:
 
 
 def between(interval: Interval | None, show: Callable[[float], str] = seconds) -> str:
-    """As in "2.1–2.5 ms"; "≥" before an upper end that the samples do not bound."""
+    """As in "2.1–2.5 ms"; "≥ 2.1 ms" where the samples do not bound it from above."""
     if interval is None:
         return ""
+    if interval.is_open:
+        return f"≥ {show(interval.low)}"
     low, high = show(interval.low), show(interval.high)
     unit = high.rpartition(" ")[2]
     if " " in high and low.endswith(f" {unit}"):
         low = low.removesuffix(f" {unit}")
-    return f"{low}–{'≥ ' if interval.is_open else ''}{high}"
+    return f"{low}–{high}"
 
 
 def count(value: float) -> str:

@@ -13,7 +13,7 @@ from html import escape
 
 from untax.meter.view import Style
 
-WIDE, NARROW = 760, 358
+WIDE, NARROW = 840, 358
 
 SERIES = (
     ("#2463ae", "#74adf2"), ("#c24d17", "#f28b4f"), ("#18805a", "#4fc492"), ("#8a45b5", "#c896ea"), ("#94760f", "#dcbc4a"),
@@ -52,6 +52,7 @@ CSS = f":root{{{_variables(0)}}}@media (prefers-color-scheme:dark){{:root{{{_var
 SHAPES = (
     f"svg.figure{{font-family:{_FONT};font-size:12px}}svg.figure text{{fill:var(--ink)}}svg.figure .muted{{fill:var(--muted)}}"
     "svg.figure .small{font-size:11px}svg.figure .strong{font-weight:600}svg.figure .end{text-anchor:end}svg.figure .middle{text-anchor:middle}"
+    "svg.figure .halo{paint-order:stroke;stroke:var(--paper);stroke-width:5px;stroke-linejoin:round}"
     "svg.figure .grid{stroke:var(--grid)}svg.figure .axis{stroke:var(--axis)}"
 )
 
@@ -187,7 +188,7 @@ def linear_scale(most: float, start: float, end: float) -> Scale:
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    for steps in ((1, 2, 5), (1, 3), (1,)):
+    for steps in ((1, 1.1, 1.2, 1.4, 1.6, 2, 2.5, 3, 4, 5, 6, 7, 8, 9), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
         found = [step * 10.0**power for power in range(first, last + 1) for step in steps]
         found = [tick for tick in found if low <= tick <= high]
         if len(found) <= most:

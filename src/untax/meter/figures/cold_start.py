@@ -51,7 +51,7 @@ def _draw(groups: dict[str, list[Row]], width: float) -> Canvas:
     tail = text_width(max((units.seconds(row[3].p50) for row in rows), key=len)) + 12
     scale = log_scale(values, left, width - tail)
     height = _ROW + (14 if canvas.is_narrow else 0)
-    y = legend(canvas, 14, [("fresh episode, p50 and 95 % interval", "var(--ink)"), ("first command, p50", "var(--muted)")]) + 4
+    y = legend(canvas, 14, [("fresh episode, p50 and 95 % interval", Style(7, False, False)), ("first command, p50", "var(--muted)")]) + 4
     for tier, group in groups.items():
         slow, fast = group[-1][3].p50, group[0][3].p50
         gap = f"slowest ÷ fastest {units.times(slow / fast)}" if len(group) > 1 and fast else ""
@@ -61,7 +61,7 @@ def _draw(groups: dict[str, list[Row]], width: float) -> Canvas:
         bottom = y + height * len(group)
         for tick in scale.ticks(4 if canvas.is_narrow else 8):
             canvas.line(scale(tick), y, scale(tick), bottom, kind="grid")
-            canvas.text(scale(tick), bottom + 13, units.seconds(tick), "muted small middle")
+            canvas.text(scale(tick), bottom + 13, units.tick(tick), "muted small middle")
         for n, row in enumerate(group):
             _row(canvas, row, y + n * height + (height if not canvas.is_narrow else height + 10) / 2, scale, left, width)
         y = bottom + 30
@@ -78,10 +78,11 @@ def _row(canvas: Canvas, row: Row, y: float, scale: object, left: float, width: 
     else:
         canvas.text(left - 14, y + 4, name, "end")
     hint = f"{name}: p50 {units.seconds(episode.p50)} ({units.between(episode.p50_interval)}), p95 {units.seconds(episode.p95)}, n = {episode.n}"
+    if first is not None:
+        canvas.line(scale(first.p50), y, scale(episode.p50), y, "var(--axis)", width=1)
+        canvas.line(scale(first.p50), y - 6, scale(first.p50), y + 6, "var(--muted)", width=2)
     canvas.line(scale(episode.p50), y, scale(episode.p95), y, colour, width=1)
     canvas.line(scale(episode.p50_interval.low), y, scale(episode.p50_interval.high), y, colour, width=4)
-    if first is not None:
-        canvas.line(scale(first.p50), y - 6, scale(first.p50), y + 6, "var(--muted)", width=2)
     canvas.mark(scale(episode.p50), y, style, title=hint)
     canvas.text(width, y + 4, units.seconds(episode.p50), "end")
 

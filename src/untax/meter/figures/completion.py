@@ -46,8 +46,8 @@ def _draw(curves: list[Curve], width: float) -> Canvas:
     labels = 0.0 if canvas.is_narrow else max(text_width(name) for name, _, _ in curves) + 16
     y = legend(canvas, 14, [(name, style) for name, style, _ in curves]) if canvas.is_narrow else 6.0
     if canvas.is_narrow:
-        y = _panel(canvas, curves, "whole trajectory", lambda _, one: one.p50, 44, width - 12, y + 4, 210, labelled=False) + 18
-        y = _panel(canvas, curves, "per action", lambda n, one: one.p50 / n, 44, width - 12, y, 210, labelled=False)
+        y = _panel(canvas, curves, "whole trajectory", lambda _, one: one.p50, 52, width - 12, y + 4, 210, labelled=False) + 18
+        y = _panel(canvas, curves, "per action", lambda n, one: one.p50 / n, 52, width - 12, y, 210, labelled=False)
     else:
         room = (width - labels - 2 * 52 - 20) / 2
         _panel(canvas, curves, "whole trajectory", lambda _, one: one.p50, 52, 52 + room, y, 290, labelled=False)
@@ -58,7 +58,7 @@ def _draw(curves: list[Curve], width: float) -> Canvas:
         at = text_width("Slowest ÷ fastest") + 10.0
         if canvas.is_narrow:
             at, y = 0.0, y + 18
-        canvas.text(at, y + 12, "  →  ".join(f"{length}: {units.times(gap)}" for length, gap in gaps.items()), "strong")
+        canvas.text(at, y + 12, " → ".join(f"{units.times(gap)} at {length}" for length, gap in gaps.items()), "strong")
         y += 20
     canvas.height = y + 2
     return canvas
@@ -76,7 +76,7 @@ def _panel(
     canvas.text(x0 - 40 if x0 > 300 else 0, y + 10, title, "muted")
     for tick in ys.ticks(6):
         canvas.line(x0, ys(tick), x1, ys(tick), kind="grid")
-        canvas.text(x0 - 6, ys(tick) + 4, units.seconds(tick), "muted small end")
+        canvas.text(x0 - 6, ys(tick) + 4, units.tick(tick), "muted small end")
     for length in lengths:
         canvas.text(xs(length), bottom + 15, str(length), "muted small middle")
     canvas.line(x0, bottom, x1, bottom, kind="axis")

@@ -14,13 +14,17 @@ _ROW, _BAR = 30, 18
 
 
 def make(view: View) -> Figure:
-    found = [(view.run.of(series, view.heaviest) or _longest(view, series), series) for series in view.series]
-    rows = sorted(((str(series), samples) for samples, series in found if samples), key=lambda row: sum(row[1].total) / row[1].n)
+    length, found = 0, [(series, view.run.of(series, view.heaviest)) for series in view.series]
+    if not any(samples for _, samples in found) and view.lengths():  # trajectories alone still have something to divide
+        length = view.lengths()[-1]
+        found = [(series, view.run.of(series, view.heaviest, length)) for series in view.series]
+    rows = sorted(((str(series), samples) for series, samples in found if samples), key=lambda row: sum(row[1].total) / row[1].n)
+    step = f"{view.heaviest} trajectory of {length} actions" if length else f"{view.heaviest} episode"
     figure = Figure(
         1,
         "composition",
         "How a rollout’s time divides",
-        f"Mean time of one {view.heaviest} episode by part; shares of each bar’s own total beside it. Green is the agent’s own work, measured inside "
+        f"Mean time of one {step} by part; shares of each bar’s own total beside it. Green is the agent’s own work, measured inside "
         "the sandbox: everything else is the tax.",
         f"tier {view.heaviest}, one rollout at a time, good trials without warm-up",
     )
@@ -32,14 +36,6 @@ def make(view: View) -> Figure:
     return figure
 
 
-def _longest(view: View, series: object) -> Samples | None:
-    """A run of trajectories alone still has something to divide."""
-    for length in reversed(view.lengths()):
-        if found := view.run.of(series, view.heaviest, length):  # type: ignore[arg-type]
-            return found
-    return None
-
-
 def _draw(rows: list[tuple[str, Samples]], width: float) -> Canvas:
     canvas = Canvas(width)
     shown = [part for part in PARTS if any(samples.mean_parts[part] > 0.002 * sum(samples.mean_parts.values()) for _, samples in rows)]
@@ -48,12 +44,12 @@ def _draw(rows: list[tuple[str, Samples]], width: float) -> Canvas:
     tail = text_width(max((units.seconds(sum(s.mean_parts.values())) for _, s in rows), key=len)) + 10
     if canvas.is_narrow:
         y = _panel(canvas, rows, y, linear_scale(most, 0, width - tail), "mean seconds", labels="above", is_share=False) + 14
-        y = _panel(canvas, rows, y, Scale(0, 1, 0, width - 8), "share of its own total", labels="above", is_share=True)
+        y = _panel(canvas, rows, y, Scale(0, 1, 0, width - 20), "share of its own total", labels="above", is_share=True)
     else:
         left = max(text_width(name) for name, _ in rows) + 14
         middle = left + (width - left) * 0.52
         _panel(canvas, rows, y, linear_scale(most, left, middle - tail), "mean seconds", labels="left", is_share=False)
-        y = _panel(canvas, rows, y, Scale(0, 1, middle + 10, width - 12), "share of its own total", labels="", is_share=True)
+        y = _panel(canvas, rows, y, Scale(0, 1, middle + 10, width - 20), "share of its own total", labels="", is_share=True)
     canvas.height = y
     return canvas
 
@@ -65,7 +61,7 @@ def _panel(canvas: Canvas, rows: list[tuple[str, Samples]], y: float, scale: Sca
     bottom = y + row * len(rows)
     for tick in scale.ticks(4):
         canvas.line(scale(tick), y, scale(tick), bottom, kind="grid")
-        words = units.share(tick) if is_share else units.seconds(tick)
+        words = units.share(tick) if is_share else units.tick(tick)
         canvas.text(scale(tick), bottom + 14, words, "muted small " + ("" if tick == 0 else "middle"))
     for n, (name, samples) in enumerate(rows):
         top = y + n * row + (row - _BAR) / 2 + (7 if labels == "above" else 0)

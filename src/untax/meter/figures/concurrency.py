@@ -91,7 +91,7 @@ def _panel(canvas: Canvas, curves: list[Curve], title: str, which: int, x0: floa
     canvas.text(x0, y + 10, title, "muted")
     for tick in ys.ticks(5):
         canvas.line(left, ys(tick), x1, ys(tick), kind="grid")
-        canvas.text(left - 6, ys(tick) + 4, units.seconds(tick) if which == 2 else units.digits(tick), "muted small end")
+        canvas.text(left - 6, ys(tick) + 4, units.tick(tick) if which == 2 else units.digits(tick), "muted small end")
     for step in steps:
         canvas.text(xs(step), bottom + 15, str(step), "muted small middle")
     canvas.line(left, bottom, x1, bottom, kind="axis")

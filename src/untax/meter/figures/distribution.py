@@ -23,14 +23,14 @@ def make(view: View) -> Figure:
         for series in view.cold:
             samples = view.run.of(series, tier)
             found = view.spread(samples, "first_command") if samples else None
-            if samples and found:
+            if samples and found and found.p50 > 0:
                 groups.setdefault(tier, []).append((str(series), view.styles[series], column(samples, "first_command"), found))
     figure = Figure(
         3,
         "distribution",
         "How cold starts are distributed",
-        "Time until the first command could run. Each dot is a trial; the box holds the middle half, its bar is the median, the line "
-        "reaches from the 5th to the 95th percentile. Outliers are shown and counted, never dropped.",
+        "Time until the first command could run, divided by its own median, so that steady and unsteady substrates can be told apart whatever their "
+        "speed. Each dot is a trial; the box holds the middle half, the line reaches from the 5th to the 95th percentile. Outliers are shown and counted, never dropped.",
         "cold cases of the tiers themselves, one rollout at a time, good trials without warm-up",
     )
     if not groups:
@@ -47,16 +47,18 @@ def _draw(groups: dict[str, list[Row]], width: float) -> Canvas:
     canvas = Canvas(width)
     rows = [row for group in groups.values() for row in group]
     left = 4.0 if canvas.is_narrow else max(text_width(row[0]) for row in rows) + 22
-    scale = log_scale([value for row in rows for value in (row[3].min, row[3].max)], left, width - 10)
+    tail = 12 if canvas.is_narrow else 128
+    scale = log_scale([0.85, 1.2, *(value / row[3].p50 for row in rows for value in (row[3].min, row[3].max))], left, width - tail)
     height = _ROW + (14 if canvas.is_narrow else 0)
     y = 4.0
     for tier, group in groups.items():
         canvas.text(0, y + 10, tier, "strong")
+        canvas.text(width, y + 10, "p50,  p95 ÷ p50", "muted end")
         y += 18
         bottom = y + height * len(group)
         for tick in scale.ticks(4 if canvas.is_narrow else 8):
             canvas.line(scale(tick), y, scale(tick), bottom, kind="grid")
-            canvas.text(scale(tick), bottom + 13, units.seconds(tick), "muted small middle")
+            canvas.text(scale(tick), bottom + 13, f"{tick:g} ×", "muted small middle")
         for n, row in enumerate(group):
             _row(canvas, row, y + n * height + (14 if canvas.is_narrow else 0) + _ROW / 2, scale, left, width)
         y = bottom + 30
@@ -67,22 +69,31 @@ def _draw(groups: dict[str, list[Row]], width: float) -> Canvas:
 def _row(canvas: Canvas, row: Row, y: float, scale: Scale, left: float, width: float) -> None:
     name, style, values, found = row
     colour = series_colour(style)
-    spread = f"p95 ÷ p50 {units.times(found.p95 / found.p50)}" if found.p50 else ""
+    median = found.p50
+    spread = f"{units.seconds(median)},  {units.times(found.p95 / median)}"
+    canvas.text(width, y - 15 if canvas.is_narrow else y + 4, spread, "end")
     if canvas.is_narrow:
         canvas.text(0, y - 15, name)
-        canvas.text(width, y - 15, spread, "muted end small")
     else:
         canvas.text(left - 14, y + 4, name, "end")
     rng = random.Random(found.n)  # a dot's height says nothing; the same file gives the same picture
     for value in selection(values, found):
-        canvas.dot(scale(value), y + rng.uniform(-9, 9), 1.7, colour, opacity=0.5)
-    canvas.line(scale(found.p05), y, scale(found.p95), y, "var(--ink)", width=1.2)
-    canvas.rect(scale(found.p25), y - 7, max(2.0, scale(found.p75) - scale(found.p25)), 14, colour, opacity=0.35, radius=2)
+        canvas.dot(scale(value / median), y + rng.uniform(-9, 9), 1.7, colour, opacity=0.5)
+    canvas.line(scale(found.p05 / median), y, scale(found.p95 / median), y, "var(--ink)", width=1.2)
+    canvas.rect(
+        scale(found.p25 / median),
+        y - 8,
+        max(2.0, scale(found.p75 / median) - scale(found.p25 / median)),
+        16,
+        colour,
+        opacity=0.35,
+        radius=2,
+    )
     hint = (
         f"{name}: p50 {units.seconds(found.p50)}, p95 {units.seconds(found.p95)}, p99 {units.seconds(found.p99)}, SD {units.seconds(found.sd)}, "
         f"from {units.seconds(found.min)} to {units.seconds(found.max)}, {found.far_out} far out, n = {found.n}"
     )
-    canvas.rect(scale(found.p50) - 1.5, y - 9, 3, 18, "var(--ink)", title=hint)
+    canvas.rect(scale(1.0) - 1, y - 10, 2, 20, "var(--ink)", title=hint)
 
 
 def selection(values: Sequence[float], found: Spread) -> list[float]:

@@ -43,7 +43,7 @@ def make(view: View) -> Figure:
 
 def _draw(rows: list[Row], width: float) -> Canvas:
     canvas = Canvas(width)
-    left = 4.0 if canvas.is_narrow else max(text_width(name) for name, _ in rows) + 24
+    left = 20.0 if canvas.is_narrow else max(text_width(name) for name, _ in rows) + 24
     values = [value for _, marks in rows for _, _, found in marks for value in (found.p50, found.p95)]
     scale = log_scale(values, left, width - (12 if canvas.is_narrow else 150))
     styles = {style.is_hollow: Style(7, style.is_hollow, False) for _, marks in rows for _, style, _ in marks}
@@ -52,7 +52,7 @@ def _draw(rows: list[Row], width: float) -> Canvas:
     bottom = y + height * len(rows)
     for tick in scale.ticks(4 if canvas.is_narrow else 7):
         canvas.line(scale(tick), y, scale(tick), bottom, kind="grid")
-        canvas.text(scale(tick), bottom + 14, units.seconds(tick), "muted small middle")
+        canvas.text(scale(tick), bottom + 14, units.tick(tick), "muted small middle")
     for n, (name, marks) in enumerate(rows):
         middle = y + n * height + (height + (12 if canvas.is_narrow else 0)) / 2
         words = " vs ".join(units.seconds(found.p50) for _, _, found in marks)

@@ -81,7 +81,7 @@ def _gap(canvas: Canvas, lines: list[Line], x: float, ys: Scale) -> None:
     canvas.line(x - 22, ys(low), x - 22, ys(high), "var(--ink)", width=1.2)
     for end in (low, high):
         canvas.line(x - 26, ys(end), x - 18, ys(end), "var(--ink)", width=1.2)
-    canvas.text(x - 30, (ys(low) + ys(high)) / 2 + 4, f"{units.hours(high - low)} · {units.times(high / low)}", "strong end")
+    canvas.text(x - 30, (ys(low) + ys(high)) / 2 + 4, f"{units.hours(high - low)} · {units.times(high / low)}", "strong end halo")
 
 
 def _label(line: Line) -> str:

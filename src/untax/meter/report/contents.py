@@ -121,7 +121,7 @@ def _dispatch_card(view: View) -> Card | None:
         one, other = view.run.of(series, view.heaviest, length), view.run.of(held, view.heaviest, length) if held else None
         a, b = view.spread(one, "dispatch") if one else None, view.spread(other, "dispatch") if other else None
         if a and b and b.p50 > 0 and (best is None or a.p50 / b.p50 > best[0]):
-            best = a.p50 / b.p50, f"less on the way of one action over the held channel than by one exec each ({series.substrate})"
+            best = a.p50 / b.p50, f"less dispatch for each action over the held channel than by one exec per action ({series.substrate})"
     return Card(units.times(best[0]), best[1]) if best and best[0] > 1 else None
 
 

@@ -38,7 +38,7 @@ def _body(contents: Contents) -> Iterator[str]:
     yield "<header><h1>The rollout infrastructure tax, measured here</h1>"
     host = run.run.host
     machine = ", ".join(str(host[name]) for name in ("cpu", "kernel") if host.get(name))
-    yield f'<p class="lead">{run.trials:,} trials in {len(run.cases)} cases, begun {escape(run.run.started_at)}{escape(f" on {machine}" if machine else "")}.</p>'
+    yield f'<p class="lead">{run.trials:,} trials in {len(run.cases)} cases, begun {escape(run.run.started_at.replace("T", " ", 1))}{escape(f" on {machine}" if machine else "")}.</p>'
     yield "</header>"
     if contents.cards:
         cards = "".join(f'<div class="card"><b>{escape(card.number)}</b><span>{escape(card.words)}</span></div>' for card in contents.cards)
@@ -69,7 +69,7 @@ def _checks(contents: Contents) -> Iterator[str]:
             items = "<br>".join(escape(case) for case in finding.cases)
             cases = f"<details><summary>{len(finding.cases)} cases</summary>{items}</details>"
         yield (
-            f'<li class="{finding.level}"><b>{escape(finding.name)}:</b> {escape(finding.found)}.<small>{_with_code(finding.remedy)}.</small>{cases}</li>'
+            f'<li class="{finding.level}"><b>{escape(finding.name)}:</b> {_with_code(finding.found)}.<small>{_with_code(finding.remedy)}.</small>{cases}</li>'
         )
     yield "</ul></section>"
 

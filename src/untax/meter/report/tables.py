@@ -37,10 +37,10 @@ def summary(view: View) -> Table:
             Value(units.share(heavy.tax * heavy.n / sum(heavy.total)), heavy.tax * heavy.n / sum(heavy.total), f"n {heavy.n}")
             if heavy
             else _NONE,
-            Value(units.seconds(one.seconds.value), one.seconds.value, f"{mark}{units.between(one.seconds.interval)}, n {one.n}")
+            Value(units.seconds(one.seconds.value), one.seconds.value, f"{units.between(one.seconds.interval)}\n{mark}n {one.n}")
             if one
             else _NONE,
-            Value(units.hours(one.hours.value), one.hours.value, f"{units.between(one.hours.interval, units.hours)}, n {one.n}")
+            Value(units.hours(one.hours.value), one.hours.value, f"{units.between(one.hours.interval, units.hours)}\nn {one.n}")
             if one
             else _NONE,
             _failed(view, series),
@@ -56,9 +56,9 @@ def _start(start: Spread | None) -> tuple[Cell, Cell, Cell]:
     if start is None:
         return _NONE, _NONE, _NONE
     return (
-        Value(units.seconds(start.p50), start.p50, f"{units.between(start.p50_interval)}, n {start.n}"),
-        Value(units.seconds(start.p95), start.p95, f"{units.between(start.p95_interval)}, n {start.n}"),
-        Value(units.seconds(start.sd), start.sd, f"{units.between(start.sd_interval)}, n {start.n}"),
+        Value(units.seconds(start.p50), start.p50, f"{units.between(start.p50_interval)}\nn {start.n}"),
+        Value(units.seconds(start.p95), start.p95, f"{units.between(start.p95_interval)}\nn {start.n}"),
+        Value(units.seconds(start.sd), start.sd, f"{units.between(start.sd_interval)}\nn {start.n}"),
     )
 
 
@@ -247,7 +247,7 @@ def _steps(view: View) -> list[tuple[str, list[tuple[Series, Samples]]]]:
 
 def _difference(a: Samples, b: Samples) -> tuple[Cell, ...]:
     found = difference(a.total, b.total)
-    is_sure = "" if found.is_told_apart else ", not told apart"
+    is_sure = "" if found.is_told_apart else "\nnot told apart"
     return (
         Value(f"{b.n} / {a.n}", b.n),
         Value(f"+{units.seconds(found.seconds)}", found.seconds, _signed(found.seconds_interval)),
@@ -322,7 +322,7 @@ def stalls(view: View) -> Table | None:
             Value(
                 f"{'≥ ' if one.is_floor else ''}{units.seconds(one.slowest.value)}",
                 one.slowest.value,
-                f"{units.between(one.slowest.interval)}; waiting {units.share(one.waiting)}",
+                f"{units.between(one.slowest.interval)}\nwaiting {units.share(one.waiting)}",
             )
             for one in found
         ]
