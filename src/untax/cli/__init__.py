@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from untax.core.errors import ActionError, SubstrateError, UntaxError, UsageError
 
-COMMANDS = ("run", "shell", "image", "pool", "doctor", "bench", "report", "project")
+COMMANDS = ("run", "shell", "image", "pool", "doctor", "bench", "report", "project", "advise")
 
 EXIT_NO = 1
 EXIT_USAGE = 2

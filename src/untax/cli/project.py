@@ -145,7 +145,7 @@ def _measured(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table
 
 
 def _projections(arguments: argparse.Namespace, run: Gathered, tier: str) -> tuple[Table, list[dict[str, Any]]]:
-    found = project.project(run, tier, steps=arguments.steps, trajectories=arguments.trajectories)
+    found = project.project(project.models(run, tier), steps=arguments.steps, trajectories=arguments.trajectories)
     lengths = run.lengths(tier)
     table = Table(
         "projection",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from untax.meter import units
 from untax.meter.gather import Gathered, Samples, Series, is_plain
-from untax.meter.stats import difference, percentile, two_modes
+from untax.meter.stats import difference, percentile, ratio, two_modes
 
 Level = Literal["warn", "note"]
 
@@ -23,6 +23,8 @@ _DRIFT_SHARE = 0.05  # of the median; less is lost among the other 95 %
 _DRIFT_DELTA = 0.33  # Cliff's delta from which an effect is called medium
 _FEWEST_FOR_DRIFT = 15  # five in a third
 _BUSY_LOAD = 0.5  # runnable tasks for each core before the run
+_STOLEN = 0.01  # of all processor time
+_TICK_NS = 10_000_000  # what /proc/stat counts in, on every Linux that we know
 _NOISY = 1.25  # p99 ÷ p50 of a probe that does the same work again and again
 
 
@@ -88,11 +90,25 @@ def _noisy_host(run: Gathered) -> Iterator[Finding]:
                 remedy = "look for other work, frequency scaling and a hypervisor's neighbours; read medians rather than tails until then"
                 said = f"the noise probe's p99 was {tail / median:.2f} × its median {when} the run"
                 yield Finding("noisy host", "warn", said, remedy)
+    yield from _stolen(run)
     clock = host.get("clock")
     if isinstance(clock, Mapping) and clock.get("ok") is False:
         yield Finding(
             "clock", "warn", f"the clock check failed: {clock.get('reason', clock)}", "use a host with a stable clock source (tsc)"
         )
+
+
+def _stolen(run: Gathered) -> Iterator[Finding]:
+    """Processor time that a hypervisor gave to others, from the first line to the last."""
+    if run.end is None or not run.end.wall_ns:
+        return
+    probes = [facts.get("noise_probe") for facts in (run.run.host, run.end.host)]
+    before, after = (_number(probe, "steal_ticks") if isinstance(probe, Mapping) else None for probe in probes)
+    if before is not None and after is not None:
+        share = (after - before) * _TICK_NS / run.end.wall_ns / max(1.0, _number(run.run.host, "cores") or 1.0)
+        if share > _STOLEN:
+            remedy = "the hypervisor's other guests are busy: use a machine of your own, or read medians rather than tails"
+            yield Finding("stolen time", "warn", f"{units.share(share)} of processor time went to other guests during the run", remedy)
 
 
 # ---- each case ----
@@ -177,6 +193,13 @@ def _unattributed(run: Gathered) -> Iterator[Finding]:
         )
 
 
+def _not_inside(run: Gathered) -> Iterator[Finding]:
+    found = tuple(str(one.case) for one in run.cases.values() if "inside" in one.detail)
+    if found:
+        said = f"{len(found)} cases could not time commands inside the sandbox: their dispatch is counted as the agent's own time"
+        yield Finding("not timed inside", "warn", said, "use an image that has bash 5, or the held channel", found)
+
+
 def _same_ground(run: Gathered) -> Iterator[Finding]:
     for what in ("limits", "software"):
         by_tier: dict[str, set[str]] = {}
@@ -219,7 +242,7 @@ def narrowing(run: Gathered) -> list[Narrowing]:
         gaps = []
         for _, tier, length in steps:
             medians = [percentile(samples.total, 50) for s in everywhere if (samples := run.of(s, tier, length))]
-            gaps.append(max(medians) / min(medians))
+            gaps.append(ratio(max(medians), min(medians)))
         found.append(Narrowing(axis, tuple(everywhere), tuple(name for name, _, _ in steps), tuple(gaps)))
     return found
 
@@ -262,6 +285,7 @@ _CHECKS: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (
     _bimodal,
     _resolution,
     _unattributed,
+    _not_inside,
     _same_ground,
     _as_in_the_paper,
 )

@@ -66,6 +66,8 @@ class Samples:
     """What the first failure said."""
     limits: set[str] = field(default_factory=set)
     software: set[str] = field(default_factory=set)
+    detail: dict[str, str] = field(default_factory=dict)
+    """What the substrate said about itself."""
 
     @property
     def n(self) -> int:
@@ -93,6 +95,12 @@ class Samples:
     def tax(self) -> float:
         """Mean of everything that is not the agent's own commands."""
         return sum(seconds for name, seconds in self.parts.items() if name != "action") / self.n
+
+    @property
+    def tax_share(self) -> float:
+        """Of all time of the trials that went well."""
+        total = sum(self.parts.values())
+        return self.tax * self.n / total if total else 0.0
 
     @property
     def worker_per_trajectory(self) -> float:
@@ -220,7 +228,8 @@ def _take(samples: Samples, trial: Trial) -> None:
     samples.unattributed.append(abs(parts["unattributed"]) / max(_UNATTRIBUTED_SHARE * total, _UNATTRIBUTED_NS))
     if len(samples.total) == 1:  # the trials of a case have these in common
         samples.limits.add(_facts(trial.limits))
-        samples.software.add(_facts(trial.software))
+        samples.software.add(_facts({name: value for name, value in trial.software.items() if name != "stages"}))
+        samples.detail = {str(name): str(value) for name, value in trial.substrate_detail.items()}
 
 
 def _note(found: Gathered, record: object) -> None:

@@ -106,7 +106,8 @@ class ByLength:
     def _line(self, length: float, points: Mapping[int, float]) -> float:
         if self.slope is not None:
             ((point, value),) = points.items()
-            return max(0.0, value + self.slope * value / self.points[point] * (length - point))
+            scale = value / self.points[point] if self.points[point] else 1.0
+            return max(0.0, value + self.slope * scale * (length - point))
         lengths = sorted(points)
         upper = next((n for n in range(1, len(lengths)) if lengths[n] >= length), len(lengths) - 1)
         a, b = lengths[upper - 1], lengths[upper]
@@ -130,6 +131,11 @@ def by_length(run: Gathered, series: Series, tier: str) -> ByLength | None:
     ((length, samples),) = found.items()
     parts = samples.mean_parts
     return ByLength(points, draws, n, slope=sum(parts[name] for name in _PER_ACTION) / length)
+
+
+def sample_estimate(samples: Samples) -> Estimate:
+    """The worker's seconds for a trajectory of one case."""
+    return Estimate(samples.worker_per_trajectory, interval_of(worker_draws(samples, random.Random(_SEED))))
 
 
 def worker_draws(samples: Samples, rng: random.Random) -> list[float]:
@@ -178,13 +184,15 @@ def tier_for(run: Gathered, wanted: str | None = None) -> str:
     return next((tier for tier in reversed(run.tiers) if run.lengths(tier)), run.tiers[-1])
 
 
-def project(run: Gathered, tier: str, *, steps: float, trajectories: float) -> list[Projection]:
-    """Every series of the run, the fastest first."""
-    found = []
-    for series in run.series:
-        model = by_length(run, series, tier)
-        if model is not None:
-            found.append((series, model.n, model.at(steps)))
+def models(run: Gathered, tier: str) -> dict[Series, ByLength]:
+    """Of every series that has trials of the tier which went well."""
+    found = ((series, by_length(run, series, tier)) for series in run.series)
+    return {series: model for series, model in found if model is not None}
+
+
+def project(by_series: Mapping[Series, ByLength], *, steps: float, trajectories: float) -> list[Projection]:
+    """Every series, the fastest first."""
+    found = [(series, model.n, model.at(steps)) for series, model in by_series.items()]
     found.sort(key=lambda one: one[2].value)
     if not found:
         return []

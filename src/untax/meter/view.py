@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from untax.meter.gather import Gathered, Samples, Series
+from untax.meter.project import ByLength, models
 from untax.meter.stats import Spread, spread
 
 
@@ -31,6 +32,8 @@ class View:
     styles: dict[Series, Style] = field(init=False)
     heaviest: str = field(init=False)
     """The tier that most resembles real work; "" when no plain case has a tier."""
+    models: dict[Series, ByLength] = field(init=False)
+    """Seconds by length, on the heaviest tier."""
     _spreads: dict[tuple[int, str], Spread] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -39,6 +42,7 @@ class View:
         self.styles = {one: Style(colours[one.substrate], one.path != "channel", one.warmth != "cold") for one in self.series}
         tiers = self.run.tiers
         self.heaviest = next((tier for tier in reversed(tiers) if self.run.lengths(tier)), tiers[-1] if tiers else "")
+        self.models = models(self.run, self.heaviest) if self.heaviest else {}
 
     @property
     def cold(self) -> list[Series]:

@@ -58,7 +58,7 @@ def _panel(canvas: Canvas, name: str, panel: dict[int, Samples], x: float, y: fl
     for n, (length, samples) in enumerate(panel.items()):
         top = y + 20 + n * (_BAR + _GAP)
         canvas.text(x + 26, top + 13, str(length), "end")
-        total = sum(samples.parts.values())
+        total = sum(samples.parts.values()) or 1.0
         at = 0.0
         for part, seconds in samples.parts.items():
             share = seconds / total
@@ -66,15 +66,15 @@ def _panel(canvas: Canvas, name: str, panel: dict[int, Samples], x: float, y: fl
                 hint = f"{name}, {length} actions: {part} {units.share(share)}, {units.seconds(seconds / samples.n)} (n = {samples.n})"
                 canvas.rect(scale(at), top, scale(at + share) - scale(at), _BAR, part_colour(part), title=hint)
             at += share
-        canvas.text(x + width, top + 13, units.share(samples.tax * samples.n / total), "end")
+        canvas.text(x + width, top + 13, units.share(samples.tax_share), "end")
 
 
 def _table(panels: dict[str, dict[int, Samples]]) -> Table:
     table = Table("amortisation", "Shares of the mean trajectory time", ["series", "actions", "n", "tax", *PARTS], key=2)
     for name, panel in panels.items():
         for length, samples in panel.items():
-            total = sum(samples.parts.values())
-            shares = [samples.tax * samples.n / total, *(seconds / total for seconds in samples.parts.values())]
+            total = sum(samples.parts.values()) or 1.0
+            shares = [samples.tax_share, *(seconds / total for seconds in samples.parts.values())]
             counted = Value(str(samples.n), samples.n)
             table.add(name, Value(str(length), length), counted, *(Value(units.share(one), one) for one in shares))
     return table

@@ -70,7 +70,7 @@ def _panel(canvas: Canvas, rows: list[tuple[str, Samples]], y: float, scale: Sca
         elif labels == "left":
             canvas.text(scale.start - 10, top + 13, name, "end")
         parts = samples.mean_parts
-        total = sum(parts.values())
+        total = sum(parts.values()) or 1e-12
         at = 0.0
         for part, seconds in parts.items():
             size = seconds / total if is_share else seconds

@@ -6,6 +6,7 @@ from untax.meter import project, published, units
 from untax.meter.figures import Figure
 from untax.meter.figures._svg import Canvas, Scale, apart, legend, linear_scale, series_colour, text_width
 from untax.meter.project import Estimate
+from untax.meter.stats import ratio
 from untax.meter.table import Table, Value
 from untax.meter.view import Style, View
 
@@ -14,10 +15,8 @@ Line = tuple[str, Style, int, Estimate]
 
 
 def make(view: View) -> Figure:
-    lines: list[Line] = []
-    if view.heaviest:
-        for one in project.project(view.run, view.heaviest, steps=published.STEPS, trajectories=1.0):
-            lines.append((str(one.series), view.styles[one.series], one.n, one.seconds))
+    found = project.project(view.models, steps=published.STEPS, trajectories=1.0)
+    lines: list[Line] = [(str(one.series), view.styles[one.series], one.n, one.seconds) for one in found]
     beyond = any(seconds.is_extrapolated for _, _, _, seconds in lines)
     figure = Figure(
         6,
@@ -81,7 +80,7 @@ def _gap(canvas: Canvas, lines: list[Line], x: float, ys: Scale) -> None:
     canvas.line(x - 22, ys(low), x - 22, ys(high), "var(--ink)", width=1.2)
     for end in (low, high):
         canvas.line(x - 26, ys(end), x - 18, ys(end), "var(--ink)", width=1.2)
-    canvas.text(x - 30, (ys(low) + ys(high)) / 2 + 4, f"{units.hours(high - low)} · {units.times(high / low)}", "strong end halo")
+    canvas.text(x - 30, (ys(low) + ys(high)) / 2 + 4, f"{units.hours(high - low)} · {units.times(ratio(high, low))}", "strong end halo")
 
 
 def _label(line: Line) -> str:

@@ -93,12 +93,12 @@ def _cards(view: View) -> list[Card]:
         if len(starts) > 1 and starts[fast]:
             words += f"; {slow} takes {units.times(starts[slow] / starts[fast])} that"
         cards.append(Card(units.seconds(starts[fast]), words))
-    taxes = {s: one.tax * one.n / sum(one.total) for s in view.cold if (one := view.run.of(s, view.heaviest))}
+    taxes = {s: one.tax_share for s in view.cold if (one := view.run.of(s, view.heaviest))}
     if taxes:
         low, high = min(taxes.values()), max(taxes.values())
         number = units.share(high) if len(taxes) == 1 else f"{units.share(low).removesuffix(' %')}–{units.share(high)}"
         cards.append(Card(number, f"of a cold {view.heaviest} episode is tax: not the agent’s own commands"))
-    hours = tables._projected(view)
+    hours = tables.projected(view)
     if hours:
         number = units.hours(hours[0].hours.value)
         words = f"of workers for a million trajectories of 150 actions on {hours[0].series}"

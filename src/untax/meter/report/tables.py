@@ -25,7 +25,7 @@ def summary(view: View) -> Table:
         "Summary by substrate",
         ["", f"start {lightest} p50", "p95", "SD", f"tax of {view.heaviest}", f"{published.STEPS} actions", "worker-hours / 1 M", "failed"],
     )
-    hours = {one.series: one for one in _projected(view)}
+    hours = {one.series: one for one in projected(view)}
     for series in view.series:
         light, heavy = view.run.of(series, lightest), view.run.of(series, view.heaviest)
         start = view.spread(light, "first_command") if light else None
@@ -34,9 +34,7 @@ def summary(view: View) -> Table:
         table.add(
             str(series),
             *_start(start),
-            Value(units.share(heavy.tax * heavy.n / sum(heavy.total)), heavy.tax * heavy.n / sum(heavy.total), f"n {heavy.n}")
-            if heavy
-            else _NONE,
+            Value(units.share(heavy.tax_share), heavy.tax_share, f"n {heavy.n}") if heavy else _NONE,
             Value(units.seconds(one.seconds.value), one.seconds.value, f"{units.between(one.seconds.interval)}\n{mark}n {one.n}")
             if one
             else _NONE,
@@ -68,8 +66,9 @@ def _failed(view: View, series: Series) -> Value:
     return Value(f"{failed} of {all_:,}", failed)
 
 
-def _projected(view: View) -> list[project.Projection]:
-    return project.project(view.run, view.heaviest, steps=published.STEPS, trajectories=MILLION) if view.heaviest else []
+def projected(view: View) -> list[project.Projection]:
+    """A million trajectories of the paper's length, the fastest series first."""
+    return project.project(view.models, steps=published.STEPS, trajectories=MILLION)
 
 
 # ---- the paper's tables ----
@@ -121,7 +120,7 @@ def table_2(view: View) -> Table:
         ["case", "series", "n", "a trajectory", "worker-hours"],
         key=2,
     )
-    found = _projected(view)
+    found = projected(view)
     if found:
         for words, one in (("slowest", found[-1]), ("fastest", found[0])):
             mark = " (extrapolated)" if one.seconds.is_extrapolated else ""
@@ -146,7 +145,7 @@ def table_2(view: View) -> Table:
 def against_the_paper(view: View) -> Table:
     """Its findings beside this run's. Sizes depend on hardware; whether they move the same way is what can be compared."""
     table = Table("paper", "Beside the paper’s published values", ["finding", "paper", "this run", "same way?"])
-    found = _projected(view)
+    found = projected(view)
     by_axis = {(one.axis, one.steps): one for one in narrowing(view.run)}
     tiers = next((one for (axis, _), one in by_axis.items() if axis == "tier"), None)
     if tiers is not None:
@@ -292,10 +291,7 @@ def _ratio(above: float, below: float) -> Cell:
 def sensitivity(view: View) -> list[Table]:
     """Worker-hours of each series by length and scale."""
     tables: list[Table] = []
-    for series in view.series if view.heaviest else ():
-        model = project.by_length(view.run, series, view.heaviest)
-        if model is None:
-            continue
+    for series, model in view.models.items():
         table = Table(f"sensitivity-{len(tables)}", str(series), ["actions", *map(units.count, project.SCALES)])
         for steps, row in project.sensitivity(model).items():
             is_beyond = next(iter(row.values())).is_extrapolated
