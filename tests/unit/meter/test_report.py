@@ -1,0 +1,191 @@
+"""Reports are whole: every figure is there or a marked gap, nothing is loaded or run, every name is escaped, the same records give the same bytes."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+from tests import records
+
+from untax.core.errors import UsageError
+from untax.meter import report
+from untax.meter.figures._svg import NARROW, WIDE, apart, with_colours
+from untax.meter.gather import gather
+from untax.meter.record import Case, Gap
+from untax.meter.report.contents import FIGURES, compile_contents
+
+PAPER_FIGURES = ("composition", "cold-start", "distribution", "amortisation", "completion", "scale")
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    place = tmp_path_factory.mktemp("run")
+    records.write(place / "records.jsonl", records.whole_run([*records.plain_cases(), *records.more_cases()], 12))
+    return place
+
+
+@pytest.fixture(scope="module")
+def written(run_dir):
+    files = report.write(run_dir, run_dir / "report", png=False)
+    return {file.relative_to(run_dir / "report").as_posix(): file for file in files}
+
+
+def test_a_page_a_document_pictures_and_tables_are_written(written):
+    assert next(iter(written)) == "report.html"
+    assert "report.md" in written
+    for number, name in enumerate(PAPER_FIGURES, 1):
+        assert f"figures/{number}-{name}.svg" in written
+        assert f"data/{name}.csv" in written
+    for name in ("summary", "table-1", "table-2", "paper", "differences", "pairs", "cases", "stall", "conditions", "sensitivity-0"):
+        assert f"data/{name}.csv" in written
+    assert all(file.stat().st_size > 0 for file in written.values())
+
+
+def test_the_page_has_every_figure_for_wide_and_narrow_windows(written):
+    page = written["report.html"].read_text()
+    for name in (*PAPER_FIGURES, "paths", "concurrency"):
+        figure = re.search(rf'<figure data-figure="{name}">(.*?)</figure>', page, re.DOTALL).group(1)
+        assert figure.count("<svg") == 2 and "wide" in figure and "narrow" in figure
+    assert page.count("command and records behind this figure") == 8
+    assert page.count("untax bench --quick") >= 8
+
+
+class _Loads(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        self.found += [
+            (tag, name, value) for name, value in attrs if name in ("src", "href", "srcset") and not value.startswith(("#", "data:"))
+        ]
+        self.found += [(tag, name, value) for name, value in attrs if name.startswith("on") or tag == "script"]
+
+
+def test_the_page_needs_nothing_and_runs_nothing(written):
+    parser = _Loads()
+    page = written["report.html"].read_text()
+    parser.feed(page)
+    assert parser.found == []
+    assert "@import" not in page and "url(" not in page
+
+
+def test_the_summary_has_n_in_every_measured_cell(written, run_dir):
+    contents = compile_contents(gather(run_dir))
+    measured = [cell for row in contents.summary.rows for cell in row[1:-1] if str(cell) != "–"]
+    assert measured and all(re.search(r"n \d+$", cell.under) for cell in measured)
+    assert [head.split()[0] for head in contents.summary.head[1:4]] == ["start", "p95", "SD"]
+
+
+def test_pictures_are_files_of_their_own_in_both_schemes(written):
+    for name in written:
+        if name.endswith(".svg"):
+            text = written[name].read_text()
+            assert ET.fromstring(text).tag.endswith("svg")
+            assert "prefers-color-scheme:dark" in text
+            for scheme in (0, 1):
+                assert "var(" not in with_colours(text, scheme)
+
+
+def test_the_same_records_give_the_same_bytes(run_dir, written, tmp_path):
+    for file in report.write(run_dir, tmp_path, png=False):
+        assert file.read_bytes() == written[file.relative_to(tmp_path).as_posix()].read_bytes()
+
+
+def test_names_from_records_are_shown_and_not_obeyed(tmp_path):
+    nasty = "</svg><script>alert('x')</script>|`=1"
+    case = Case(nasty, tier=nasty)
+    trials = [records.a_trial(case, n, profile=records.PROFILES["process", "channel"]) for n in range(6)]
+    bad = records.a_trial(case, 7, profile=records.PROFILES["process", "channel"], outcome="infra", error={"type": nasty, "message": nasty})
+    run = records.a_run(command=nasty, run=nasty, host={nasty: nasty, "cpu": nasty}, started_at=nasty)
+    fixed = [replace(trial, run=nasty) for trial in (*trials, bad)]
+    records.write(tmp_path / "records.jsonl", [run, *fixed, Gap(nasty, "", nasty, nasty)])
+
+    for file in report.write(tmp_path, tmp_path / "out", png=False):
+        text = file.read_text()
+        if file.suffix in (".html", ".svg"):
+            assert "<script" not in text
+        if file.suffix == ".svg":
+            ET.fromstring(text)
+
+
+@pytest.mark.parametrize(
+    ("cases", "missing"),
+    [
+        ([Case("namespace", tier="T0")], {"amortisation", "completion", "concurrency"}),
+        ([Case("namespace", tier="T2", length=50)], {"cold-start", "distribution", "concurrency"}),
+        ([Case("container", tier="T0", concurrency=8)], {figure.__name__.rpartition(".")[2].replace("_", "-") for figure in FIGURES}),
+    ],
+)
+def test_a_figure_without_its_records_is_a_marked_gap(tmp_path, cases, missing):
+    records.write(tmp_path / "records.jsonl", records.whole_run(cases, 6))
+    contents = compile_contents(gather(tmp_path))
+    assert {figure.name for figure in contents.figures if figure.draw is None} == missing
+    page = report.write(tmp_path, tmp_path / "out", png=False)[0].read_text()
+    assert page.count('class="missing"') == len(missing) and page.count("data-figure=") == len(FIGURES)
+
+
+def test_a_run_in_which_everything_failed_still_has_a_report(tmp_path):
+    case = Case("namespace", tier="T0")
+    trials = [records.a_trial(case, n, outcome="infra", error={"type": "CreateError", "message": "no"}) for n in range(3)]
+    records.write(tmp_path / "records.jsonl", [records.a_run(), *trials])
+    page = report.write(tmp_path, tmp_path / "out", png=False)[0].read_text()
+    assert "CreateError" in page and "3 of 3" in page
+
+
+def test_gaps_alone_have_a_report(tmp_path):
+    records.write(tmp_path / "records.jsonl", [records.a_run(), Gap("r1", "", "vm", "no KVM here")])
+    assert "no KVM here" in report.write(tmp_path, tmp_path / "out", png=False)[0].read_text()
+
+
+def test_one_trial_and_a_trial_of_no_time_are_drawn(tmp_path):
+    empty = records.a_trial(
+        Case("process", tier="T0"),
+        parts_ns=dict.fromkeys(records.no_parts(), 0),
+        total_ns=0,
+        metrics_ns={"first_command": 0, "fresh_episode": 0},
+    )
+    records.write(tmp_path / "records.jsonl", [records.a_run(), empty, records.a_trial(Case("namespace", tier="T0"))])
+    report.write(tmp_path, tmp_path / "out", png=False)
+
+
+def test_the_summary_for_a_terminal_is_short_and_says_what_is_wrong(run_dir):
+    text = report.summary(run_dir)
+    assert "namespace" in text and "worker-hours" in text
+    assert "! gap: gvisor" in text
+    assert max(map(len, text.splitlines()[:5])) <= 120
+
+
+def test_a_place_that_cannot_be_written_is_said(run_dir, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--out"):
+        report.write(run_dir, tmp_path / "file", png=False)
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(run_dir, tmp_path, monkeypatch):
+    page = report.write(run_dir, tmp_path, png=False)[0]
+    before = page.read_bytes()
+
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.os, "replace", full)
+    with pytest.raises(UsageError, match="No space left"):
+        report.write(run_dir, tmp_path, png=False)
+    assert page.read_bytes() == before
+    assert not list(tmp_path.glob(".report-*"))
+
+
+def test_labels_are_kept_apart_and_in_order():
+    places = apart([10, 11, 12, 90, 99], 15, 0, 100)
+    assert all(b - a >= 15 - 1e-9 for a, b in pairwise(places))
+    assert max(places) <= 100
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_every_figure_has_a_size(run_dir, width):
+    for figure in compile_contents(gather(run_dir)).figures:
+        canvas = figure.draw(width)
+        assert canvas.width == width and canvas.height > 60
