@@ -131,6 +131,11 @@ class Ledger:
         return self._reasons[0] if self._reasons else None
 
     @property
+    def start_ns(self) -> int:
+        """When the lease was asked for, on the measuring clock: what the spans count from."""
+        return self._start_ns
+
+    @property
     def actions(self) -> tuple[ActionRecord, ...]:
         """The first `KEPT_ACTIONS` of them, and the latest."""
         return (*self._kept, *self._recent)
