@@ -12,7 +12,7 @@ import shlex
 from untax.channel import actions
 from untax.channel.client import READY_TIMEOUT_S, Channel
 from untax.channel.egress import Egress
-from untax.core.errors import UsageError
+from untax.core.errors import UntaxError, UsageError
 from untax.core.spec import EnvSpec
 from untax.core.substrate import Describing, Facts, Incumbent, Sandbox
 from untax.engine import Engine
@@ -38,7 +38,17 @@ class IncumbentTrial(Trial):
         self._first: Sandbox | None = None
         self._prefix = ""
 
+    async def open_ahead(self) -> None:
+        """Make the sandbox before time is taken. One that fails is made again, in time, and fails there."""
+        try:
+            await self.open()
+        except UntaxError:
+            await self.give_back()
+        self.restart()
+
     async def open(self) -> None:
+        if self._sandbox is not None:
+            return
         spec = await self._find_ground()
         sandbox = self._sandbox = await self.engine.create(spec, self._ground)
         self.cut("create")

@@ -61,6 +61,12 @@ class Trial(abc.ABC):
         """Taken out of the total: what the meter does for its own sake."""
         self.watch = Stopwatch(engine.clock)
 
+    def restart(self) -> None:
+        """Forget what was accounted for so far: time is taken from now on."""
+        self.measured = Measured(detail=self.measured.detail)
+        self.excluded_ns = 0
+        self.watch = Stopwatch(self.engine.clock)
+
     async def run(self, queue: asyncio.Semaphore | None) -> Measured:
         measured, watch = self.measured, self.watch
         begin_ns = watch.last_ns

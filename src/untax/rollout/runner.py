@@ -30,13 +30,25 @@ class Runner:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
-    async def run(self, work: Work, *, path: str = "channel", held: Box | None = None, queue: asyncio.Semaphore | None = None) -> Measured:
+    async def run(
+        self,
+        work: Work,
+        *,
+        path: str = "channel",
+        is_warm: bool = False,
+        held: Box | None = None,
+        queue: asyncio.Semaphore | None = None,
+    ) -> Measured:
         """One trial. A fault is in what is given, never raised; cancellation is passed on once everything is given back.
 
-        `held` is a box that was leased ahead, for a warm trial where the engine has no pool; the trial releases it. `queue` is waited for
-        first, as a rollout waits for a worker.
+        `held` is a box that was leased ahead, for a warm trial where the engine has no pool; the trial releases it. On the incumbent path
+        a warm trial makes its sandbox before time is taken. `queue` is waited for first, as a rollout waits for a worker.
         """
-        trial: Trial = IncumbentTrial(self.engine, work) if path == "incumbent" else _ChannelTrial(self.engine, work, held)
+        if path != "incumbent":
+            return await _ChannelTrial(self.engine, work, held).run(queue)
+        trial = IncumbentTrial(self.engine, work)
+        if is_warm:
+            await trial.open_ahead()
         return await trial.run(queue)
 
     async def hold(self, work: Work) -> Box:
