@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from untax.core.errors import ActionError, SubstrateError, UntaxError, UsageError
 
-COMMANDS = ("run", "shell", "image", "pool", "doctor", "bench")
+COMMANDS = ("run", "shell", "image", "pool", "doctor", "bench", "workload")
 
 EXIT_NO = 1
 EXIT_USAGE = 2

@@ -122,22 +122,21 @@ class Material:
 
     def _clone(self, source: Source, draft: Path) -> str | None:
         """The commit of the ref, with its history up to there and nothing else; None when the home does not answer."""
-        if _git("ls-remote", "--exit-code", "--", source.url, source.ref, timeout_s=_ANSWER_S) is None:
+        if _git("ls-remote", "--", source.url, "HEAD", timeout_s=_ANSWER_S) is None:
             return None
-        self._say(f"cloning {source.url} at {source.ref}")
-        if (
-            _git("clone", "-q", "--bare", "--single-branch", "--branch", source.ref, "--", source.url, str(draft), timeout_s=_CLONE_S)
-            is None
-        ):
+        self._say(f"fetching {source.url} at {source.ref}")
+        _must(draft, "init", "-q", "--bare", "-b", "main", ".")
+        if _git("fetch", "-q", "--no-tags", "--", source.url, source.ref, cwd=draft, timeout_s=_CLONE_S) is None:
+            if source.sdist is None:
+                raise StageFailed(
+                    "repo", f"{source.url} has no {source.ref!r}, or did not give it; a branch, a tag or a whole commit hash is wanted"
+                )
             remove_tree(draft)
             draft.mkdir()
             return None
-        commit = _must(draft, "rev-parse", f"{source.ref}^{{commit}}")
-        for ref in _must(draft, "for-each-ref", "--format=%(refname)").splitlines():
-            _must(draft, "update-ref", "-d", ref)
+        commit = _must(draft, "rev-parse", "FETCH_HEAD^{commit}")
         _must(draft, "update-ref", "refs/heads/main", commit)
-        _must(draft, "symbolic-ref", "HEAD", "refs/heads/main")
-        _must(draft, "remote", "remove", "origin")
+        (draft / "FETCH_HEAD").unlink(missing_ok=True)
         _must(draft, "update-server-info")
         return commit
 
