@@ -54,6 +54,11 @@ class Tenancy(Box):
         self._leaving: set[asyncio.Task[None]] = set()
 
     @property
+    def sandbox(self) -> Sandbox | None:
+        """The substrate's own object, for whoever measures it; None once the lease is over. Another one after `reset`."""
+        return self._sandbox
+
+    @property
     def image(self) -> ImageConfig:
         """What the image says about itself: its variables, user and working directory apply below the spec's; its entry point is data."""
         return self._ground.root.config if self._ground is not None else NO_IMAGE

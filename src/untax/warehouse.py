@@ -139,6 +139,26 @@ class Warehouse:
             raise UsageError(f"substrate {self._engine.substrate.name!r} has no layers: nothing can be built ahead of a lease")
         return await self._grounds.prepare(spec, progress)
 
+    async def drop_image(self, spec: EnvSpec) -> bool:
+        """Remove the image of a spec, and what stands on it, from the store: the next lease brings it anew. False for one that is in place."""
+        assert self._grounds is not None
+        prepared = await self._grounds.prepare(spec, None)
+        keys = [stage.key for stage in prepared.stages]
+        prepared.pin.close()
+        self._grounds.forget(spec)
+        store = self.store
+        image = next((stage.key for stage in prepared.stages if stage.name == "image"), None)
+        if image is None or store.stage(image) is None:
+            return False
+
+        def remove() -> None:
+            for key in keys:
+                store.remove_stage(key)
+            store.evict()
+
+        await asyncio.to_thread(remove)
+        return True
+
     def forget(self, request: Request) -> None:
         if self._grounds is not None and request.snapshot is None and request.ground is None:
             self._grounds.forget(request.spec)

@@ -1,86 +1,189 @@
-"""Time the T0 tier: a fresh sandbox, its first command, further commands, its end, beside native.
+"""Measure what substrates cost: workloads of three tiers and trajectories, interleaved in random order, every trial a record.
 
-Trials of all substrates are interleaved in an order drawn from a seed, which is kept with the records.
+A plan comes from flags, from a TOML file, or from both (flags win). Records go to DIR/records.jsonl as they come: Ctrl-C keeps what is done,
+and --resume goes on where it stopped. docs/measurement.md says what is inside each number.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
+import importlib.util
 import json
-import math
+import logging
+import os
+import shlex
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import untax
 from untax import substrates
-from untax.cli import EXIT_INFRASTRUCTURE
+from untax.cli import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
+from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
-from untax.core.errors import UsageError
-from untax.meter import host
-from untax.meter.figures import cost
-from untax.meter.plan import NATIVE, Plan
-from untax.meter.run import METRICS, Trial, run_plan, summaries
-from untax.meter.stats import Summary
+from untax.core.errors import UntaxError, UsageError
+from untax.meter import plan as plans
+from untax.meter import run as runs
+from untax.meter import summary as summaries
+from untax.meter.plan import Plan
+from untax.rollout import workload as workloads
+from untax.rollout.material import Material
+from untax.substrates._host import chosen_state_dir, ensure_private_dir
+
+_RECORDS = "records.jsonl"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--substrate", action="append", choices=substrates.names(), help="repeatable (default: all this machine can use)")
-    parser.add_argument("--trials", type=int, default=100, metavar="N", help="of each case (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=5, metavar="N", help="rounds before them that are discarded (default: %(default)s)")
-    parser.add_argument("--actions", type=int, default=10, metavar="N", help="commands in a trial after its first (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the order (default: %(default)s)")
-    parser.add_argument("--out", metavar="DIR", help="keep records.jsonl, summary.json and cost.svg there")
-    parser.add_argument("--state-dir", metavar="DIR", help="where the engines keep their state")
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("plan", nargs="?", metavar="PLAN.toml", help="a plan; flags win over it")
+    what.add_argument("--substrate", action="append", metavar="NAME", help="repeatable (default: all this machine can use)")
+    what.add_argument(
+        "--tier", action="append", metavar="TIER", help="T0, T1, T2 or a workload's .toml file; repeatable (default: all three)"
+    )
+    what.add_argument("--length", action="append", type=int, metavar="N", help="actions of a trajectory, 0 for the tier itself; repeatable")
+    what.add_argument("--cold", action="store_true", help="only cold trials (default: cold and warm)")
+    what.add_argument("--warm", action="store_true", help="only warm trials")
+    what.add_argument("--path", action="append", choices=("channel", "incumbent"), help="repeatable (default: both, where there are both)")
+    what.add_argument("--concurrency", metavar="N,N,…", help="rollouts at once, as in 1,8,32; `auto` goes on to the knee (default: 1)")
+    what.add_argument("--image-state", action="append", choices=("present", "absent"), help="repeatable (default: present)")
+    what.add_argument(
+        "--contention", action="append", choices=("none", "cpu", "disk", "network"), help="load beside the trials; repeatable"
+    )
+    what.add_argument("--workers", type=int, metavar="N", help="rollouts that may run at once, the others queue (default: all)")
+    how = parser.add_argument_group("how")
+    how.add_argument("--trials", type=int, metavar="N", help="of each case (default: 100)")
+    how.add_argument("--quick", action="store_true", help="10 trials after one warm-up")
+    how.add_argument("--warmup", type=int, metavar="N", help="trials of each case before them, which are marked (default: 2)")
+    how.add_argument("--seed", type=int, help="of the order (default: drawn, and kept with the records)")
+    how.add_argument("--retries", type=int, metavar="N", help="attempts after a failure of the infrastructure that may pass (default: 1)")
+    how.add_argument(
+        "--budget", type=float, metavar="S", help="seconds for all cases; one that gets fewer than 5 trials is dropped and named"
+    )
+    how.add_argument("--cpus", type=float, metavar="N", help="limit of every sandbox (default: the workload's)")
+    how.add_argument("--memory-mib", type=int, metavar="N", help="the same")
+    how.add_argument("--out", metavar="DIR", help="where the records and the report go (default: results/TIME)")
+    how.add_argument("--resume", metavar="DIR", help="go on with the run there")
+    how.add_argument("--parquet", action="store_true", help="also DIR/records.parquet (needs untax[parquet])")
+    how.add_argument("--no-report", action="store_true", help="records only")
+    how.add_argument("--downloads", metavar="DIR", help="source distributions and wheels for a machine without a package index")
+    how.add_argument("--state-dir", metavar="DIR", help="where the engines keep their state")
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
-    cases = arguments.substrate or _usable()
-    plan = Plan((NATIVE, *dict.fromkeys(cases)), arguments.trials, arguments.warmup, arguments.actions, arguments.seed)
-    facts = host.facts()
-    if arguments.out:
-        _make(Path(arguments.out))
-    trials = asyncio.run(_collect(plan, arguments.state_dir))
-    table = summaries(trials)
-    errors = [trial for trial in trials if trial.error]
-    document = {
-        "untax_bench": 1,
-        "tier": "T0",
-        "seed": plan.seed,
-        "trials": plan.trials,
-        "warmup_discarded": plan.warmup,
-        "actions": plan.actions,
-        "host": facts,
-        "cases": {case: {metric: _plain(summary) for metric, summary in row.items()} for case, row in table.items()},
-        "failed": len(errors),
-    }
-    if arguments.out:
-        _keep(Path(arguments.out), trials, document, facts, plan, table)
-    if arguments.json:
-        print(json.dumps(document))
+    if not arguments.verbose:
+        logging.getLogger("untax").setLevel(logging.ERROR)  # a limit that is not enforced is in the records
+    command = "untax " + shlex.join(sys.argv[1:])
+    if arguments.resume:
+        out = Path(arguments.resume)
+        journal, first, done = runs.reopen(out / _RECORDS, command=command)
+        plan, run = plans.from_mapping(first.plan, where=str(out / _RECORDS)), first.run
+        known = {tier: workloads.load(tier) for tier, _ in plan.works}
+        if done.is_complete:
+            journal.close()
+            print(f"untax: the run in {out} is complete; there is nothing left to do", file=sys.stderr)
+            return _conclude(arguments, out)
     else:
-        _show(table, plan)
-    for trial in errors[:3]:
-        print(f"untax: trial {trial.number} of {trial.case} failed: {one_line(trial.error or '')}", file=sys.stderr)
-    return EXIT_INFRASTRUCTURE if errors else 0
+        plan = _plan(arguments)
+        known = _known(plan)
+        out = Path(arguments.out) if arguments.out else Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        done = runs.Done()
+        journal, run = runs.begin(plan, out, command=command)
+    state = chosen_state_dir(arguments.state_dir)
+    ensure_private_dir(state)
+    progress = _Progress()
+    downloads = Path(arguments.downloads) if arguments.downloads else None
+    material = Material(state / "bench", downloads=downloads, say=progress.say)
+    bench = runs.Bench(
+        plan,
+        known,
+        journal,
+        run,
+        material,
+        state / "bench" / "scratch",
+        _maker(arguments.state_dir),
+        done=done,
+        say=progress.say,
+        tell=progress,
+    )
+    try:
+        asyncio.run(bench.carry_out())
+    except KeyboardInterrupt:
+        progress.clear()
+        print(f"untax: interrupted; what was measured is kept. Go on with: untax bench --resume {shlex.quote(str(out))}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        progress.clear()
+        journal.close()
+    return _conclude(arguments, out)
 
 
-async def _collect(plan: Plan, state_dir: str | None) -> list[Trial]:
-    trials = []
-    async for trial in run_plan(plan, lambda name: untax.Engine(name, state_dir=state_dir)):
-        trials.append(trial)
-        if sys.stderr.isatty():
-            print(f"\r{len(trials)} of {plan.trials * len(plan.cases)} trials", end="", file=sys.stderr)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
-    return trials
+# ---- the plan ----
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    said: dict[str, Any] = plans.read_file(Path(arguments.plan)) if arguments.plan else {}
+    flags: dict[str, Any] = {
+        "substrates": list(dict.fromkeys(arguments.substrate)) if arguments.substrate else None,
+        "warmth": ["cold"] if arguments.cold and not arguments.warm else ["warm"] if arguments.warm and not arguments.cold else None,
+        "paths": arguments.path,
+        "images": arguments.image_state,
+        "contention": arguments.contention,
+        "workers": arguments.workers,
+        "trials": arguments.trials if arguments.trials is not None else plans.QUICK_TRIALS if arguments.quick else None,
+        "warmup": arguments.warmup if arguments.warmup is not None else 1 if arguments.quick or arguments.budget else None,
+        "seed": arguments.seed,
+        "retries": arguments.retries,
+        "budget_s": arguments.budget,
+    }
+    if arguments.concurrency:
+        flags |= _levels(arguments.concurrency)
+    if arguments.tier or arguments.length:
+        said = {name: value for name, value in said.items() if name not in ("works", "tiers", "lengths")}
+        flags |= {"tiers": arguments.tier, "lengths": arguments.length}
+    limits = {name: getattr(arguments, name) for name in ("cpus", "memory_mib") if getattr(arguments, name) is not None}
+    if limits:
+        flags["limits"] = {**said.get("limits", {}), **limits}
+    said |= {name: value for name, value in flags.items() if value is not None}
+    said.setdefault("substrates", _usable())
+    said.setdefault("seed", int.from_bytes(os.urandom(2), "big"))
+    for name in said["substrates"] if isinstance(said["substrates"], list) else []:
+        if name not in substrates.names():
+            raise UsageError(f"no substrate {name!r}; there are {', '.join(substrates.names())}")
+    return plans.from_mapping(said, where=arguments.plan or "the plan")
+
+
+def _levels(text: str) -> dict[str, Any]:
+    words = [word for word in text.split(",") if word]
+    if "auto" in words:
+        return {"concurrency": [int(word) for word in words if word.isdigit()] or [1, 8, 32], "knee": True}
+    if not words or not all(word.isdigit() and int(word) for word in words):
+        raise UsageError(f"--concurrency {text!r}: write numbers as in 1,8,32, or auto")
+    return {"concurrency": [int(word) for word in words]}
+
+
+def _known(plan: Plan) -> dict[str, workloads.Workload]:
+    """Every workload of the plan, read now: a wrong name or length is said before anything is measured."""
+    known = {tier: workloads.load(tier) for tier, _ in plan.works}
+    for tier, length in plan.works:
+        if not known[tier].of_length(length):
+            raise UsageError(
+                f"workload {tier!r} has no actions of its own; name one of its lengths: {', '.join(map(str, known[tier].lengths))}"
+            )
+    return known
 
 
 def _usable() -> list[str]:
     usable = []
     for name in substrates.names():
-        reason = substrates.load(name).unavailable_reason()
+        substrate = substrates.load(name)
+        reason = substrate.unavailable_reason()
+        if reason is None and getattr(substrate, "is_emulated", False):
+            reason = f"it would be emulated here, which is measured on request only: --substrate {name}"
         if reason is None:
             usable.append(name)
         else:
@@ -88,40 +191,86 @@ def _usable() -> list[str]:
     return usable
 
 
-def _plain(summary: Summary) -> dict[str, float | None]:
-    """For JSON, which has no NaN: what no sample gave is null."""
-    return {name: None if value is None or math.isnan(value) else value for name, value in asdict(summary).items()}
+def _maker(state_dir: str | None) -> runs.MakeEngine:
+    def make(name: str, options: Mapping[str, Any]) -> untax.Engine:
+        try:
+            return untax.Engine(name, state_dir=state_dir, **options)
+        except TypeError as exc:
+            raise UsageError(f"[options.{name}]: {exc}") from exc
+
+    return make
 
 
-def _make(out: Path) -> None:
-    """Before the trials: after them it would be too late to say that they cannot be kept."""
+# ---- what is said ----
+
+
+class _Progress:
+    """One line on a terminal, with the time left; elsewhere a line now and then."""
+
+    _EVERY_S = 15.0
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._said_at = time.monotonic()
+
+    def __call__(self, done: int, total: int, left_s: float | None, case: str) -> None:
+        now = time.monotonic()
+        if not self._is_terminal and now - self._said_at < self._EVERY_S:
+            return
+        left = f", about {seconds(left_s)} left" if left_s is not None else ""
+        line = f"{done} of {total} slots{left}: {one_line(case)}"
+        if self._is_terminal:
+            print(f"\r\x1b[K{line[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(f"untax: {line}", file=sys.stderr)
+        self._said_at = now
+
+    def say(self, line: str) -> None:
+        self.clear()
+        print(f"untax: {one_line(line)}", file=sys.stderr)
+
+    def clear(self) -> None:
+        if self._is_terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _columns() -> int:
     try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise UsageError(f"--out {out}: {exc.strerror}; name another directory") from exc
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    except OSError:
+        return 80
 
 
-def _keep(
-    out: Path,
-    trials: list[Trial],
-    document: dict[str, object],
-    facts: dict[str, object],
-    plan: Plan,
-    table: dict[str, dict[str, Summary]],
-) -> None:
-    with (out / "records.jsonl").open("w", encoding="utf-8") as records:
-        for trial in trials:
-            records.write(json.dumps(trial.as_record(facts, plan.seed)) + "\n")
-    (out / "summary.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    title = f"T0, p50 with a line to p95, {plan.trials} trials, × of native"
-    (out / "cost.svg").write_text(cost.draw(table, title=title), encoding="utf-8")
+def _conclude(arguments: argparse.Namespace, out: Path) -> int:
+    records = out / _RECORDS
+    files: list[Path] = [records]
+    if arguments.parquet:
+        from untax.meter import parquet
+
+        parquet.write(records, out / "records.parquet")
+        files.append(out / "records.parquet")
+    summary = summaries.summarise(records)
+    page = None if arguments.no_report else _report(records, out)
+    if arguments.json:
+        document = {"untax_bench": 2, "records": str(records), "report": str(page) if page else None, **summaries.as_json(summary)}
+        print(json.dumps(document))
+    else:
+        print("\n".join(one_line(line) for line in summaries.lines(summary)))
+        for file in files:
+            print(f"written: {file}", file=sys.stderr)
+        if page is not None:
+            print(f"report: {page}")
+    return EXIT_INFRASTRUCTURE if any(row.failed for row in summary.rows.values()) or not summary.rows else 0
 
 
-def _show(table: dict[str, dict[str, Summary]], plan: Plan) -> None:
-    print(f"T0: {plan.trials} trials each, {plan.warmup} warm-up rounds discarded, interleaved, seed {plan.seed}")
-    print(f"{'':<14}{'':<12}{'p50 ms':>10}{'p95 ms':>10}{'× native':>10}")
-    for metric in METRICS:
-        for case, row in table.items():
-            summary = row[metric]
-            ratio = f"{summary.ratio:.2f}" if summary.ratio is not None else "-"
-            print(f"{metric:<14}{case:<12}{summary.p50_s * 1e3:>10.3f}{summary.p95_s * 1e3:>10.3f}{ratio:>10}")
+def _report(records: Path, out: Path) -> Path | None:
+    """The HTML report, where this installation can make one. Its failure loses no record."""
+    if importlib.util.find_spec("untax.meter.report") is None:
+        return None
+    report = importlib.import_module("untax.meter.report")
+    try:
+        written: Sequence[Path] = report.write(records, out)
+    except UntaxError as exc:
+        print(f"untax: no report: {one_line(str(exc))}", file=sys.stderr)
+        return None
+    return written[0] if written else None

@@ -169,6 +169,11 @@ class Ledger:
         return ((self._held_to_ns if self._held_to_ns is not None else self._clock()) - self._held_from_ns) / 1e9
 
     @property
+    def start_ns(self) -> int:
+        """When the lease was asked for, on the measuring clock: what the spans count from."""
+        return self._start_ns
+
+    @property
     def actions(self) -> tuple[ActionRecord, ...]:
         """The first `KEPT_ACTIONS` of them, and the latest."""
         return (*self._kept, *self._recent)

@@ -7,10 +7,10 @@ same boundary by the same clock. What only some substrates can do is a small pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from untax.core.result import CommandResult
 from untax.core.root import Root
@@ -230,3 +230,30 @@ class Incumbent(Protocol):
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
         """Run `argv` without a shell. Raise `SandboxLost` only when the sandbox itself is gone."""
+
+
+# ---- for the meter ----
+
+
+@runtime_checkable
+class Orchestrated(Protocol):
+    """A sandbox that a control plane placed, and whose own events say how long that took."""
+
+    @property
+    def control_plane_ns(self) -> int:
+        """Of `create` and `wait_ready`: admission, scheduling, whatever is neither the image's transfer nor the start itself."""
+
+
+@runtime_checkable
+class Detailing(Protocol):
+    """A sandbox that has something to say about itself in the record of a trial: a runtime, an accelerator, a node."""
+
+    @property
+    def detail(self) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class ImageForgetting(Protocol):
+    """A substrate that can drop an image, so that the next `create` finds it absent."""
+
+    async def forget_image(self, spec: EnvSpec) -> None: ...

@@ -69,16 +69,36 @@ def findings(state_dir: Path) -> list[Finding]:
 
 
 def facts() -> dict[str, Any]:
-    """What every record of a measurement carries about its host."""
+    """What every run says about its host."""
     return {
         "kernel": platform.release(),
         "machine": platform.machine(),
-        "cpus": os.cpu_count(),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_mib": _memory_mib(),
         "python": platform.python_version(),
-        "root": os.geteuid() == 0,
+        "untax": _own_version(),
+        "root": hasattr(os, "geteuid") and os.geteuid() == 0,
         "cgroups": cgroup_mode(),
-        "load_1m": os.getloadavg()[0],
+        "virtualised": "hypervisor" in (_read("/proc/cpuinfo") or ""),
+        "load": [round(one, 2) for one in os.getloadavg()],
     }
+
+
+def _cpu_model() -> str:
+    lines = (_read("/proc/cpuinfo") or "").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor() or "unknown")
+
+
+def _memory_mib() -> int | None:
+    lines = (_read("/proc/meminfo") or "").splitlines()
+    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("MemTotal:")), None)
+
+
+def _own_version() -> str:
+    import untax
+
+    return untax.__version__
 
 
 def as_json(found: list[Finding]) -> list[dict[str, str]]:

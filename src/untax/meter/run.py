@@ -1,105 +1,384 @@
-"""Carries a plan out: one record for each trial, raw, with the facts of the host.
+"""Carries a plan out: engines, rounds of slots in the plan's order, a record for each trial, gaps for what could not be had.
 
-T0 is the smallest tier. One trial of a substrate: lease a fresh sandbox, run `true` for the first time, run it
-`actions` times more, release. One trial of the baseline: the same `true` by `subprocess.run`, as often.
+A failing trial is a record. A substrate that vanishes is a gap, and the others go on. Interrupted, the run keeps everything that was
+measured and goes on later where it stopped.
 """
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-import untax
+from untax.core.errors import UntaxError
 from untax.core.span import now_ns
-from untax.meter.plan import NATIVE, Plan
-from untax.meter.stats import Summary, percentile, summarise
+from untax.engine import Engine
+from untax.meter import conditions, host
+from untax.meter.journal import Journal
+from untax.meter.plan import LEAST_TRIALS, Plan, checked_limits, slots
+from untax.meter.ration import Ration
+from untax.meter.record import Batch, Case, End, Gap, Reader, Resume, Run, Trial
+from untax.meter.site import Attempted, Site, Slot, facts_of
+from untax.rollout import gitserver
+from untax.rollout.material import Material
+from untax.rollout.runner import Work
+from untax.rollout.workload import Workload
 
-COMMAND = ("true",)
-SCHEMA = 1
+_KNEE_FACTOR = 4
+_KNEE_GAIN = 1.1  # throughput that grows by less than this has reached what the machine gives
+_KNEE_MOST = 1024
+_KNEE_BATCHES = 3
 
-METRICS = ("first_command", "action", "fresh_episode")
-"""first_command   from asking for a sandbox to the first result; for the baseline one plain call
-action          one further call, the median of a trial
-fresh_episode   from asking for a sandbox until it is gone
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """What one trial came to; `seconds` is empty where it failed, and `error` says how."""
-
-    number: int
-    case: str
-    seconds: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
-    ledger: dict[str, float] = field(default_factory=dict)
-
-    def as_record(self, host: dict[str, Any], seed: int) -> dict[str, Any]:
-        return {
-            "untax_record": SCHEMA,
-            "tier": "T0",
-            "trial": self.number,
-            "case": self.case,
-            "seconds": self.seconds,
-            "error": self.error,
-            "ledger": self.ledger,
-            "seed": seed,
-            "host": host,
-        }
+MakeEngine = Callable[[str, Mapping[str, Any]], Engine]
+Tell = Callable[[int, int, float | None, str], None]
+"""Told after each slot: slots done, of how many, seconds left, the case."""
 
 
-async def run_plan(plan: Plan, make_engine: Callable[[str], untax.Engine]) -> AsyncIterator[Trial]:
-    """Give each trial as it ends, warm-up excluded. A trial that fails is a trial with an error, and the others go on."""
-    async with AsyncExitStack() as stack:
-        engines = {case: await stack.enter_async_context(make_engine(case)) for case in plan.cases if case != NATIVE}
-        for number, case in plan.order():
-            trial = _native(number, plan) if case == NATIVE else await _sandboxed(number, case, engines[case], plan)
-            if number >= 0:
-                yield trial
+@dataclass(slots=True)
+class Done:
+    """What a run's file has already."""
+
+    trials: set[tuple[Case, int, bool]] = field(default_factory=set)
+    dropped: set[Case] = field(default_factory=set)
+    throughput: dict[Case, list[float]] = field(default_factory=dict)
+    order: int = 0
+    failed: int = 0
+    is_complete: bool = False
 
 
-def _native(number: int, plan: Plan) -> Trial:
-    start_ns = now_ns()
-    times = []
-    for _ in range(plan.actions + 1):
-        before_ns = now_ns()
-        subprocess.run(COMMAND, capture_output=True, check=True)
-        times.append((now_ns() - before_ns) / 1e9)
-    total_s = (now_ns() - start_ns) / 1e9
-    return Trial(number, NATIVE, {"first_command": times[0], "action": percentile(times[1:], 50), "fresh_episode": total_s})
+def begin(plan: Plan, out: Path, *, command: str) -> tuple[Journal, str]:
+    """A new run below `out`; nothing is measured yet but the machine's own noise."""
+    run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+    first = Run(run, instant(), plan.seed, plan.to_json(), _host(), conditions.span_cost_ns(), command)
+    return Journal.create(out / "records.jsonl", first), run
 
 
-async def _sandboxed(number: int, case: str, engine: untax.Engine, plan: Plan) -> Trial:
-    start_ns = now_ns()
-    times = []
-    try:
-        async with engine.lease() as box:
-            (await box.run(COMMAND)).check()
-            first_ns = now_ns()
-            for _ in range(plan.actions):
-                before_ns = now_ns()
-                (await box.run(COMMAND)).check()
-                times.append((now_ns() - before_ns) / 1e9)
-    except untax.UntaxError as exc:
-        return Trial(number, case, error=f"{type(exc).__name__}: {exc}")
-    end_ns = now_ns()
-    seconds = {
-        "first_command": (first_ns - start_ns) / 1e9,
-        "action": percentile(times, 50),
-        "fresh_episode": (end_ns - start_ns) / 1e9,
-    }
-    return Trial(number, case, seconds, ledger=box.ledger.metrics())
+def reopen(path: Path, *, command: str) -> tuple[Journal, Run, Done]:
+    """Go on with a run; its plan is in the first record."""
+    done = Done()
+    with Reader(path) as reader:
+        for record in reader:
+            _note(done, record)
+        first = reader.run
+    journal = Journal.resume(path)
+    if not done.is_complete:
+        try:
+            journal.append(Resume(first.run, instant(), _host(), command))
+            journal.sync()
+        except BaseException:
+            journal.close()
+            raise
+    return journal, first, done
 
 
-def summaries(trials: Sequence[Trial]) -> dict[str, dict[str, Summary]]:
-    """For each case and metric: p50, p95 and the ratio to the baseline of the same run."""
-    cases = dict.fromkeys(trial.case for trial in trials)
-    samples = {
-        (case, metric): [t.seconds[metric] for t in trials if t.case == case and metric in t.seconds]
-        for case in cases
-        for metric in METRICS
-    }
-    return {case: {metric: summarise(samples[case, metric], samples.get((NATIVE, metric), [])) for metric in METRICS} for case in cases}
+def _note(done: Done, record: object) -> None:
+    if isinstance(record, Trial):
+        done.trials.add((record.case, record.trial, record.warmup))
+        done.order = max(done.order, record.order + 1)
+        done.failed += record.outcome != "ok" and not record.warmup
+    elif isinstance(record, Batch) and not record.warmup:
+        done.throughput.setdefault(record.case, []).append(record.rollouts * 1e9 / max(1, record.wall_ns))
+    elif isinstance(record, Gap) and record.case is not None:
+        done.dropped.add(record.case)
+    elif isinstance(record, End):
+        done.is_complete = True
+
+
+def instant() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _host() -> dict[str, Any]:
+    clock = conditions.ClockCheck()
+    return {**host.facts(), "engines": conditions.engine_versions(), "noise_probe": conditions.noise_probe(), "clock": clock.report()}
+
+
+class Bench:
+    """One plan on its way. `material` and `scratch` are below the state directory."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        workloads: Mapping[str, Workload],
+        journal: Journal,
+        run: str,
+        material: Material,
+        scratch: Path,
+        make_engine: MakeEngine,
+        *,
+        done: Done | None = None,
+        say: Callable[[str], None] = lambda _: None,
+        tell: Tell = lambda *_: None,
+    ) -> None:
+        self._plan = plan
+        self._workloads = workloads
+        self._journal = journal
+        self._run = run
+        self._material = material
+        self._scratch = scratch
+        self._make_engine = make_engine
+        self._done = done or Done()
+        self._say = say
+        self._tell = tell
+        self._sites: dict[str, Site] = {}
+        self._works: dict[Case, Work] = {}
+        self._slots_done = 0
+        self._ration = Ration(plan.budget_s or float("inf"))
+        self._counts: dict[Case, int] = {}
+        self._begin_ns = now_ns()
+
+    async def carry_out(self) -> Done:
+        """Everything that is left of the plan. `RecordError` when records can no longer be written: what was measured is kept."""
+        clock = conditions.ClockCheck()
+        async with contextlib.AsyncExitStack() as stack:
+            server = await self._serve(stack)
+            for name in self._plan.substrates:
+                await self._open(stack, name, server)
+            cases = await self._prepared(self._plan.cases())
+            if self._plan.budget_s:
+                cases = await self._tried(cases)
+            await self._rounds(cases)
+            if self._plan.knee:
+                await self._to_the_knee(cases)
+        facts = {"load": host.facts()["load"], "noise_probe": conditions.noise_probe(), "clock": clock.report()}
+        self._journal.append(End(self._run, instant(), self._done.order, self._done.failed, now_ns() - self._begin_ns, facts))
+        self._journal.sync()
+        return self._done
+
+    # ---- before the trials ----
+
+    async def _serve(self, stack: contextlib.AsyncExitStack) -> str | None:
+        """A git server, when a workload clones. The repositories are brought to this machine first."""
+        sources = [workload.source for workload in self._workloads.values() if workload.source is not None]
+        for source in sources:
+            await asyncio.to_thread(self._material.repository, source)
+        if not sources:
+            return None
+        server = gitserver.serving(self._material.served)
+        address = await asyncio.to_thread(server.__enter__)
+        stack.callback(server.__exit__, None, None, None)
+        return address
+
+    async def _open(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> None:
+        plan = self._plan
+        options = dict(plan.options.get(name, {}))
+        image = options.pop("image", None)
+        packages = sorted({package for workload in self._workloads.values() for package in workload.packages})
+        try:
+            if packages:
+                options.setdefault("setup_wheels", await asyncio.to_thread(self._material.wheels, packages))
+            engine = await stack.enter_async_context(self._make_engine(name, options))
+            site = Site(
+                engine,
+                self._material,
+                self._scratch,
+                server=server,
+                image=image,
+                limits=checked_limits(plan.limits) if plan.limits else None,
+                retries=plan.retries,
+                workers=plan.workers,
+            )
+            stack.callback(site.close)
+            await site.examine(next(iter(self._workloads.values())))
+        except UntaxError as exc:
+            self._gap(name, f"{type(exc).__name__}: {exc}")
+            return
+        self._sites[name] = site
+
+    async def _prepared(self, cases: Iterable[Case]) -> list[Case]:
+        """The cases that there is something to measure for, every stage of them built."""
+        able = []
+        for case in cases:
+            site = self._sites.get(case.substrate)
+            if site is None or case in self._done.dropped or (case.path == "incumbent" and not site.has_incumbent):
+                continue
+            try:
+                self._works[case] = await site.prepare(case, self._workloads[case.tier])
+            except UntaxError as exc:
+                self._drop(case, f"{type(exc).__name__}: {exc}")
+                continue
+            able.append(case)
+        return able
+
+    # ---- rounds ----
+
+    async def _rounds(self, cases: list[Case]) -> None:
+        plan = self._plan
+        current = None
+        for number, case in plan.order(cases):
+            if self._plan.budget_s and number < 0:
+                continue  # the box's own first round was the warm-up
+            if number != current:
+                current = number
+                if plan.budget_s and number >= LEAST_TRIALS and not self._ration.has_round(self._live(cases), self._spent_s()):
+                    break
+            if self._plan.budget_s and self._spent_s() > plan.budget_s:
+                break
+            if case in self._works:
+                await self._slot(number, case, cases)
+        if plan.budget_s:
+            for case in self._live(cases):
+                if self._counts.get(case, 0) < LEAST_TRIALS:
+                    self._drop(case, f"only {self._counts.get(case, 0)} trials fitted into the time box of {plan.budget_s:g} s")
+
+    async def _tried(self, cases: list[Case]) -> list[Case]:
+        """The warm-up of a run in a time box: one slot of each case, shortest first; whatever cannot have its least number of trials is dropped."""
+        admitted: list[Case] = []
+        ration, budget_s = self._ration, self._plan.budget_s
+        for case in sorted(cases, key=lambda one: (one.length, one.concurrency)):
+            if not ration.fits(case, admitted, self._spent_s()):
+                self._drop(case, f"no time for {LEAST_TRIALS} trials in the time box of {budget_s:g} s")
+                continue
+            await self._slot(-1, case, cases)
+            if case in self._works:
+                admitted.append(case)
+        for case in ration.dropped(admitted, self._spent_s()):
+            self._drop(case, f"no time for {LEAST_TRIALS} trials in the time box of {budget_s:g} s")
+        return self._live(admitted)
+
+    async def _slot(self, number: int, case: Case, cases: list[Case]) -> None:
+        """One slot of a case and its records, unless the file has them already."""
+        wanted = self._trial_numbers(number, case)
+        if all((case, trial, number < 0) in self._done.trials for trial in wanted):
+            self._counts[case] = self._counts.get(case, 0) + (case.concurrency if number >= 0 else 0)
+            return
+        self._journal.check_room()
+        site, work = self._sites[case.substrate], self._works[case]
+        started_at, begin_ns = instant(), now_ns()
+        try:
+            slot = await site.run_slot(case, work)
+        except UntaxError as exc:
+            self._drop(case, f"{type(exc).__name__}: {exc}")
+            return
+        self._keep(number, case, slot, work, started_at)
+        self._ration.note(case, (now_ns() - begin_ns) / 1e9)
+        self._slots_done += 1
+        self._tell(self._slots_done, self._slots_total(cases), self._left_s(cases), str(case))
+        if (reason := await site.gone_reason()) is not None:
+            self._lose(site, reason)
+
+    def _keep(self, number: int, case: Case, slot: Slot, work: Work, started_at: str) -> None:
+        is_warmup = number < 0
+        for trial, attempted in zip(self._trial_numbers(number, case), slot.trials, strict=True):
+            record = self._record(case, trial, attempted, work, started_at, is_warmup=is_warmup)
+            self._journal.append(record)
+            self._done.order += 1
+            self._done.failed += record.outcome != "ok" and not is_warmup
+        if not is_warmup:
+            self._counts[case] = self._counts.get(case, 0) + case.concurrency
+        if case.concurrency > 1:
+            failed = sum(attempted.measured.outcome != "ok" for attempted in slot.trials)
+            batch = Batch(self._run, case, max(0, number), self._done.order, is_warmup, started_at, len(slot.trials), failed, slot.wall_ns)
+            self._journal.append(batch)
+            _note(self._done, batch)
+        self._journal.sync()
+
+    def _trial_numbers(self, number: int, case: Case) -> range:
+        first = number + self._plan.warmup if number < 0 else number
+        return range(first * case.concurrency, (first + 1) * case.concurrency)
+
+    def _record(self, case: Case, trial: int, attempted: Attempted, work: Work, started_at: str, *, is_warmup: bool) -> Trial:
+        measured = attempted.measured
+        error = measured.error
+        return Trial(
+            run=self._run,
+            case=case,
+            trial=trial,
+            order=self._done.order,
+            warmup=is_warmup,
+            started_at=started_at,
+            outcome=measured.outcome,
+            parts_ns={**measured.parts_ns, "unattributed": measured.unattributed_ns},
+            total_ns=measured.total_ns,
+            metrics_ns=measured.metrics_ns,
+            actions=measured.actions,
+            attempts=attempted.attempts,
+            wasted_ns=attempted.wasted_ns,
+            control_plane_ns=measured.control_plane_ns,
+            error={"type": type(error).__name__, "message": str(error)[:2000]} if error is not None else None,
+            limits=asdict(work.footing.spec.limits),
+            software=facts_of(measured, work),
+            substrate_detail=measured.detail,
+        )
+
+    # ---- to the knee ----
+
+    async def _to_the_knee(self, cases: list[Case]) -> None:
+        """From the highest level of the plan on, four times as many at once, until throughput grows no more."""
+        tops: dict[Case, Case] = {}
+        for case in self._live(cases):
+            base = replace(case, concurrency=1)
+            if base not in tops or case.concurrency > tops[base].concurrency:
+                tops[base] = case
+        for top in tops.values():
+            await self._climb(top)
+
+    async def _climb(self, case: Case) -> None:
+        best = self._throughput(case)
+        while case.concurrency * _KNEE_FACTOR <= _KNEE_MOST:
+            work = self._works.get(case)
+            case = replace(case, concurrency=case.concurrency * _KNEE_FACTOR)
+            if work is None:
+                return
+            self._works[case] = work
+            for number in range(-1, min(_KNEE_BATCHES, slots(self._plan.trials, case))):
+                if case in self._works:
+                    await self._slot(number, case, [case])
+            reached = self._throughput(case)
+            if reached < best * _KNEE_GAIN:
+                self._say(f"{case.substrate} {case.tier}: the knee is at about {case.concurrency // _KNEE_FACTOR} rollouts at once")
+                return
+            best = reached
+
+    def _throughput(self, case: Case) -> float:
+        """Rollouts per second: the median of its batches; 0 when there is none."""
+        found = sorted(self._done.throughput.get(case, []))
+        return found[len(found) // 2] if found else 0.0
+
+    # ---- what could not be had ----
+
+    def _lose(self, site: Site, reason: str) -> None:
+        self._sites.pop(site.name, None)
+        mine = [case for case in self._works if case.substrate == site.name]
+        missing = sum(max(0, slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)) for case in mine)
+        for case in mine:
+            del self._works[case]
+        self._gap(site.name, reason, trials_missing=missing)
+
+    def _drop(self, case: Case, reason: str) -> None:
+        self._works.pop(case, None)
+        missing = slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)
+        self._gap(case.substrate, reason, case=case, trials_missing=max(0, missing))
+
+    def _gap(self, substrate: str, reason: str, *, case: Case | None = None, trials_missing: int = 0) -> None:
+        self._journal.append(Gap(self._run, instant(), substrate, reason[:2000], case, trials_missing))
+        self._say(f"{case or substrate} is left out: {reason}")
+
+    # ---- how far it is ----
+
+    def _live(self, cases: Iterable[Case]) -> list[Case]:
+        return [case for case in cases if case in self._works]
+
+    def _spent_s(self) -> float:
+        return (now_ns() - self._begin_ns) / 1e9
+
+    def _slots_total(self, cases: list[Case]) -> int:
+        return max(self._slots_done, sum(slots(self._plan.trials, case) + self._plan.warmup for case in self._live(cases)))
+
+    def _left_s(self, cases: list[Case]) -> float | None:
+        """From what slots have cost so far; None while some case has not been tried."""
+        live = self._live(cases)
+        if any(case not in self._ration.costs_s for case in live):
+            return None
+        left = 0.0
+        for case in live:
+            to_do = slots(self._plan.trials, case) - self._counts.get(case, 0) // case.concurrency
+            left += max(0, to_do) * self._ration.costs_s[case]
+        if self._plan.budget_s:
+            left = min(left, max(0.0, self._plan.budget_s - self._spent_s()))
+        return left
