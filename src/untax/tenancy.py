@@ -264,7 +264,7 @@ class Tenancy:
         except CreateError:
             self._engine.warehouse.forget(self._request)  # perhaps what was at hand is there no more: it is looked for again
             raise
-        self._sandbox, self._standing = sandbox, ground
+        self._sandbox, self._standing = sandbox, ground if self._engine.layered is not None else None
         self._is_paused = False
         ledger.sandboxes.append(sandbox.id)
         self._check_wanted()
@@ -288,7 +288,7 @@ class Tenancy:
         warehouse = self._engine.warehouse
         built: Mapping[str, float] | None = None
         ground = warehouse.at_hand(self._request)
-        if ground is None and warehouse.is_layered:
+        if ground is None and warehouse.has_stages:
             ground, built = await warehouse.find(self._request)
         self._ground = ground
         if ground is None:
