@@ -1,20 +1,23 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check."""
 
 import pytest
+from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
+from tests.variants import VARIANTS, options_of
 
 import untax
 from untax import substrates
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=substrates.names())
+@pytest.fixture(scope="session", params=VARIANTS, ids=str)
 def engine(request, _runner, tmp_path_factory):
-    if reason := substrates.load(request.param).unavailable_reason():
-        pytest.skip(f"{request.param}: {reason}")
-    engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
+    name, options = request.param.substrate, options_of(request)
+    if reason := substrates.load(name, **options).unavailable_reason():
+        pytest.skip(f"{name}: {reason}")
+    engine = untax.Engine(name, state_dir=tmp_path_factory.mktemp("state") / name, **options)
     _runner.run(engine.start())
-    engine.test_substrate = request.param
+    engine.test_substrate = name
     yield engine
     _runner.run(engine.aclose())
 
