@@ -20,7 +20,7 @@ _MIB = 1 << 20
 # The cell's own: to make directories for its user, to become one of the users inside, and to end its workers' bounding set.
 # Workers for others than root have none of them, for root the first six.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETGID", "SETUID", "SETPCAP")
-_CELL_PROCESSES = 4  # the agent and its workers are counted with the workload
+_CELL_PROCESSES = 2  # the agent and its worker are counted with the workload
 _CPU_PERIOD_US = 100_000
 _SHM_BYTES = 64 * _MIB
 _MASKED = [
