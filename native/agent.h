@@ -5,6 +5,7 @@
 #include <stdbool.h>
 
 struct birth;
+struct identity;
 
 struct agent_opts {
     int channel_in, channel_out;  // the same descriptor for a socket
@@ -13,6 +14,7 @@ struct agent_opts {
     int memory_events_fd;         // the work group's oom_kill counter, read with pread; -1: none
     int pids_events_fd;           // its "max N" counter of refused forks; -1: none
     struct birth *birth;          // shared with the default worker; NULL: none
+    const struct identity *identity;  // whom a worker that is forked acts as by default; NULL: as the agent itself
     const char *workdir;          // until CONFIGURE says otherwise
     bool is_init;                 // PID 1 of a pid namespace
 };

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "agent.h"
+#include "contained.h"
 #include "dispatch.h"
 #include "launch.h"
 #include "seccomp.h"
@@ -15,7 +16,8 @@
 static int usage(FILE *to, int status) {
     fputs("cell launcher                   make sandboxes for the engine on the socket given\n"
           "cell agent --stdio [--dir DIR]  serve one channel on standard input and output\n"
-          "cell seccomp-table              print the verdict for each system call\n"
+          "  --contained [--user USER [--own DIR]…]  as the first process of a container, for a user of it\n"
+          "cell seccomp-table [--names]    print the verdict for each system call\n"
           "cell version\n",
           to);
     return status;
@@ -32,10 +34,14 @@ static int move_away(int fd) {
 
 static int agent(int argc, char **argv) {
     const char *dir = NULL;
-    bool stdio = false;
+    bool stdio = false, is_contained = false;
+    struct contained contained = {0};
     for (int i = 0; i < argc; i++) {
         if (!strcmp(argv[i], "--stdio")) stdio = true;
+        else if (!strcmp(argv[i], "--contained")) is_contained = true;
         else if (!strcmp(argv[i], "--dir") && i + 1 < argc) dir = argv[++i];
+        else if (!strcmp(argv[i], "--user") && i + 1 < argc) contained.user = argv[++i];
+        else if (!strcmp(argv[i], "--own") && i + 1 < argc && contained.own_count < OWN_MAX) contained.own[contained.own_count++] = argv[++i];
         else return usage(stderr, 2);
     }
     if (!stdio) return usage(stderr, 2);
@@ -45,6 +51,7 @@ static int agent(int argc, char **argv) {
         return 1;
     }
     struct agent_opts opts = {.worker_fd = -1, .control_fd = -1, .memory_events_fd = -1, .pids_events_fd = -1, .workdir = workdir, .is_init = getpid() == 1};
+    if (is_contained && !contained_prepare(&contained, &opts)) return 1;
     opts.channel_in = move_away(0);
     opts.channel_out = move_away(1);
     if (opts.channel_in < 0 || opts.channel_out < 0) {
@@ -58,7 +65,7 @@ int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
     if (!strcmp(what, "launcher")) return launcher_main(argc, argv);
-    if (!strcmp(what, "seccomp-table")) return seccomp_table_main();
+    if (!strcmp(what, "seccomp-table")) return seccomp_table_main(argc > 2 && !strcmp(argv[2], "--names"));
     if (!strcmp(what, "version")) {
         puts(UNTAX_VERSION);
         return 0;

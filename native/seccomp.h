@@ -3,6 +3,7 @@
 #define UNTAX_SECCOMP_H
 
 #include <linux/filter.h>
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -29,7 +30,7 @@ size_t seccomp_build(struct sock_filter *out, size_t room);
 void seccomp_prepare(void);
 // Applies it to the calling process; no_new_privs must be set. 0, or -1 with errno.
 int seccomp_apply(void);
-// `cell seccomp-table`: number and verdict, a line each.
-int seccomp_table_main(void);
+// `cell seccomp-table`: number and verdict, a line each; or the name in place of the number, where the table has one.
+int seccomp_table_main(bool by_name);
 
 #endif

@@ -3,7 +3,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -14,7 +13,7 @@
 #include <unistd.h>
 
 #include "birth.h"
-#include "users.h"
+#include "contained.h"
 #include "worker.h"
 
 #define WORKERS_MAX 32
@@ -108,7 +107,7 @@ static void become_worker(int sock, const struct identity *who, struct birth *bi
     if (close_range(4, ~0u, 0) < 0)
         for (int i = 4; i < (int)files_limit.rlim_max && i < 65536; i++) close(i);
     setrlimit(RLIMIT_NOFILE, &files_limit);
-    if (who && (setgroups(0, NULL) < 0 || setresgid(who->gid, who->gid, who->gid) < 0 || setresuid(who->uid, who->uid, who->uid) < 0)) _exit(1);
+    if (who && !identity_take(who)) _exit(1);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_DUMPABLE, 0);
     if (write(fd, "", 1) != 1) _exit(1);
@@ -170,7 +169,7 @@ bool workers_open(const struct agent_opts *opts) {
     if (!workdir) return false;
     if (opts->control_fd >= 0 && (!io_nonblocking(opts->control_fd) || !source_want(&control, EPOLLIN))) return false;
     if (opts->worker_fd >= 0) return adopt(opts->worker_fd, "", 0, 0, opts->birth) != NULL;
-    bool ok = fork_worker("", 0, NULL) != NULL;
+    bool ok = fork_worker("", 0, opts->identity) != NULL;
     struct rlimit most = {files_limit.rlim_max, files_limit.rlim_max};
     setrlimit(RLIMIT_NOFILE, &most);
     return ok;
@@ -234,21 +233,21 @@ struct worker *worker_for(struct request *r, struct span user) {
         request_fail(r, E_NO_WORKER, 0, "nobody inside acts for user '%.*s'", (int)user.size, name);
         return NULL;
     }
-    struct identity who = {0};
+    struct identity who = {0}, own = options->identity ? *options->identity : (struct identity){getuid(), getgid()};
     bool other = false;
     if (user.size) {
         if (!user_lookup("/etc/passwd", user, &who)) {
             request_fail(r, E_GONE, 0, "no such user: %.*s", (int)user.size, name);
             return NULL;
         }
-        other = who.uid != getuid() || who.gid != getgid();
+        other = who.uid != own.uid || who.gid != own.gid;
         if (!other) return worker_for(r, (struct span){(const uint8_t *)"", 0});
         if (geteuid() != 0) {
             request_fail(r, E_GONE, EPERM, "not permitted to act as user %.*s: the cell is not root here", (int)user.size, name);
             return NULL;
         }
     }
-    w = fork_worker(name, user.size, other ? &who : NULL);
+    w = fork_worker(name, user.size, other ? &who : options->identity);
     if (!w) request_fail(r, E_NO_WORKER, errno, "could not start a worker for user '%.*s'", (int)user.size, name);
     return w;
 }

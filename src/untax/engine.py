@@ -31,7 +31,7 @@ from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
 from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
-from untax.core.substrate import BindingLate, Layered, Sandbox, Service, Substrate, Unenforced, said_together
+from untax.core.substrate import BindingLate, Importing, Layered, Sandbox, Service, Substrate, Unenforced, said_together
 from untax.ground import Ground
 from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
@@ -91,6 +91,7 @@ class Engine(Leasing):
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.
         self.layered: Layered | None = substrate if isinstance(substrate, Layered) else None
+        self.importing: Importing | None = substrate if isinstance(substrate, Importing) else None
         super().__init__(clock)
         self._strict = limits == "strict"
         self._said: set[str] = set()
@@ -142,7 +143,7 @@ class Engine(Leasing):
         await self.quarantine.aclose()
         self._warehouse.let_go()
         await self._wait_chores()
-        self._warehouse.close()
+        await self._warehouse.aclose()
         if isinstance(self.substrate, Service):
             await self.substrate.aclose()
 
@@ -269,8 +270,9 @@ class Engine(Leasing):
     def _creating(self, spec: EnvSpec, ground: Ground | None, cache: Path | None) -> Coroutine[Any, Any, Sandbox]:
         if ground is None:
             return self.substrate.create(spec)
-        assert self.layered is not None
-        return self.layered.create_on(spec, ground.hold().root, cache=cache)
+        substrate = self.layered or self.importing
+        assert substrate is not None
+        return substrate.create_on(spec, ground.hold().root, cache=cache)
 
     async def _undo(self, creating: asyncio.Future[Sandbox], ground: Ground | None) -> None:
         try:

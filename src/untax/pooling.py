@@ -39,7 +39,7 @@ class Pooling:
         self._engine = engine
         self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
         self._in_place: set[str] = set()  # stages that are in no store because they need none
-        layered = engine.warehouse.is_layered
+        layered = engine.warehouse.has_stages
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
             self, options, shares_stages=layered, upgrades_in_place=not layered, costs=costs
         )
@@ -176,7 +176,7 @@ class Pooling:
 
     async def make(self, order: ev.Create, request: Request) -> Standby:
         engine, watch = self._engine, Stopwatch(self._engine.clock)
-        inside = () if engine.warehouse.is_layered else tuple(stage.name for stage in order.stages[2:])
+        inside = () if engine.warehouse.has_stages else tuple(stage.name for stage in order.stages[2:])
         spans: list[tuple[str, int, int]] = []
         if order.ticket is None:
             request = request.neutral(order.stages)
@@ -222,7 +222,7 @@ class Pooling:
         """Held for the caller, with the seconds of each stage that was built for it."""
         warehouse = self._engine.warehouse
         ground = warehouse.at_hand(request)
-        if ground is not None or not warehouse.is_layered:
+        if ground is not None or not warehouse.has_stages:
             return ground, {}
         ground, built = await warehouse.find(request)
         if built:

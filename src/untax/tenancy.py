@@ -276,7 +276,7 @@ class Tenancy(Box):
 
     def _adopt(self, standby: Standby) -> None:
         if self._sandbox is not standby.sandbox:
-            self._sandbox, self._standing = standby.sandbox, standby.ground
+            self._sandbox, self._standing = standby.sandbox, standby.ground if self._engine.layered is not None else None
             self._is_paused = False
             self._ledger.sandboxes.append(standby.sandbox.id)
         self._ledger.unenforced = standby.unenforced
@@ -289,7 +289,7 @@ class Tenancy(Box):
         warehouse = self._engine.warehouse
         built: Mapping[str, float] | None = None
         ground = warehouse.at_hand(self._request)
-        if ground is None and warehouse.is_layered:
+        if ground is None and warehouse.has_stages:
             ground, built = await warehouse.find(self._request)
         self._ground = ground
         if built is not None:

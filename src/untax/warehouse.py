@@ -14,8 +14,10 @@ from untax.core.errors import UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import EnvSpec, Network, Repo, freeze_network
 from untax.core.stage import WORKDIR, Identity, Stage, stages_of
+from untax.core.substrate import Importing
 from untax.ground import Ground
 from untax.grounds import Grounds
+from untax.imports import BorrowedWorkshop, Imports, source_finder
 from untax.leases import Request
 from untax.shelf import Shelf
 from untax.substrates._host import chosen_state_dir, ensure_private_dir, is_host_root
@@ -58,6 +60,7 @@ class Warehouse:
         self._grounds: Grounds | None = None
         self._shelf: Shelf | None = None
         self._plain: Stages | None = None
+        self._borrowed: BorrowedWorkshop | None = None
         self._trees: dict[Repo, RepoTree] = {}
         self._opened: LayerStore | None = None
         self.has_users = False
@@ -68,6 +71,9 @@ class Warehouse:
             marks = self._engine.layered.marks
             self.has_users = marks == "trusted"
             await self._open(marks)
+        elif self._engine.importing is not None:
+            self.has_users = True
+            await self._open_for(self._engine.importing)
 
     def let_go(self) -> None:
         """Of every snapshot that is not saved and every stage; what that removes is the engine's chore."""
@@ -76,8 +82,11 @@ class Warehouse:
         if self._grounds is not None:
             self._grounds.close()
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         from untax.layers.sources import host
+
+        if self._borrowed is not None:
+            await self._borrowed.aclose()
 
         if self._opened is not None:
             self._opened.close()
@@ -86,8 +95,8 @@ class Warehouse:
             self._opened = None
 
     @property
-    def is_layered(self) -> bool:
-        return self._shelf is not None
+    def has_stages(self) -> bool:
+        return self._grounds is not None
 
     @property
     def shelf(self) -> Shelf:
@@ -135,7 +144,7 @@ class Warehouse:
         return frozenset(key for key in keys if key not in there)
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None) -> Prepared:
-        if self._shelf is None or self._grounds is None:
+        if self._grounds is None:
             raise UsageError(f"substrate {self._engine.substrate.name!r} has no layers: nothing can be built ahead of a lease")
         return await self._grounds.prepare(spec, progress)
 
@@ -199,6 +208,16 @@ class Warehouse:
         host.use(store.root / HOST_CACHE)
         self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels)))
         self._shelf = Shelf(self._engine, self._grounds)
+
+    async def _open_for(self, substrate: Importing) -> None:
+        from untax.layers.build import Stages
+        from untax.layers.sources import host
+
+        store = await self._open_store("trusted" if is_host_root() else "user")
+        host.use(store.root / HOST_CACHE)
+        self._borrowed = BorrowedWorkshop(substrate.builder, self._path.parent, self._setup_network, self._setup_wheels)
+        stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
+        self._grounds = Imports(self._engine, substrate, store, stages)
 
     async def _open_store(self, marks: Marks) -> LayerStore:
         from untax.layers.store import LayerStore

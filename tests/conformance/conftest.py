@@ -6,25 +6,28 @@ With UNTAX_SERVED=1 the engine is the one of `untax serve` in another process, a
 import os
 
 import pytest
+from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
 from tests.serving import ended, started
+from tests.variants import VARIANTS, options_of
 
 import untax
 from untax import substrates
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=substrates.names())
+@pytest.fixture(scope="session", params=VARIANTS, ids=str)
 def engine(request, _runner, tmp_path_factory):
-    if reason := substrates.load(request.param).unavailable_reason():
-        pytest.skip(f"{request.param}: {reason}")
+    name, options = request.param.substrate, options_of(request)
+    if reason := substrates.load(name, **options).unavailable_reason():
+        pytest.skip(f"{name}: {reason}")
     if os.environ.get("UNTAX_SERVED"):
-        served = _runner.run(started(tmp_path_factory.mktemp("sock") / "s", tmp_path_factory.mktemp("state"), substrate=request.param))
+        served = _runner.run(started(tmp_path_factory.mktemp("sock") / "s", tmp_path_factory.mktemp("state"), substrate=name))
         engine = untax.connect(served.url)
     else:
-        engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
+        engine = untax.Engine(name, state_dir=tmp_path_factory.mktemp("state") / name, **options)
     _runner.run(engine.start())
-    engine.test_substrate = request.param
+    engine.test_substrate = name
     yield engine
     _runner.run(engine.aclose())
     if os.environ.get("UNTAX_SERVED"):

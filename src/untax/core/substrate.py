@@ -7,7 +7,7 @@ same boundary by the same clock. What only some substrates can do is a small pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -182,6 +182,30 @@ class Layered(Protocol):
 
     async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> LayeredSandbox:
         """As `create`, over `root` whatever `spec.image` says. `cache` is a directory that is seen, writable, at /var/cache/untax."""
+
+
+@runtime_checkable
+class Importing(Protocol):
+    """A substrate that cannot stand on directories of this machine: it takes each chain in once, as an image of its own."""
+
+    builder: str
+    """The substrate in whose sandboxes missing stages are built: what is taken in is then the same everywhere."""
+
+    @property
+    def image_sockets(self) -> Mapping[str, str]:
+        """Where images of these schemes are to be asked for; known once started."""
+
+    async def own_root(self, image: str) -> Root | None:
+        """A root for an image that it has itself, by the name that a spec has for it; None for any other."""
+
+    async def take_in(self, key: str, root: Root, export: Callable[[Root, Path, str, Mapping[str, str]], object]) -> Root:
+        """A root that stands for the chain `root`, known by `key`: found again, or taken in as `export` writes it.
+
+        `export` writes a chain to a file as an image with a name and labels, and is called in a thread of its own.
+        """
+
+    async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> Sandbox:
+        """As `create`, over a root that one of the others gave, whatever `spec.image` says."""
 
 
 class LayeredSandbox(Sandbox, Protocol):

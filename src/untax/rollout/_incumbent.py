@@ -71,7 +71,7 @@ class IncumbentTrial(Trial):
         request = checked(self.engine.substrate, spec, Bindings())
         warehouse = self.engine.warehouse
         self._ground = warehouse.at_hand(request)
-        if self._ground is None and warehouse.is_layered:
+        if self._ground is None and warehouse.has_stages:
             self._ground, built = await warehouse.find(request)
             self.measured.stages = dict(built or {})
             self.cut("setup")

@@ -1,0 +1,99 @@
+#define _GNU_SOURCE
+#include "contained.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <linux/capability.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "io.h"
+
+// As in a namespace sandbox: enough to install packages.
+#define ROOT_INSIDE (1u << CAP_CHOWN | 1u << CAP_DAC_OVERRIDE | 1u << CAP_FOWNER | 1u << CAP_FSETID | 1u << CAP_SETGID | 1u << CAP_SETUID)
+#define FIRST_TO_DIE "500"  // of 1000: when memory ends, the kernel takes the workload before the agent
+
+// ---- rights ----
+
+static uint32_t permitted(void) {
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct data[2] = {0};
+    return syscall(SYS_capget, &header, data) ? 0 : data[0].permitted;
+}
+
+static bool set_rights(uint32_t effective, uint32_t kept) {
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct data[2] = {{.effective = effective, .permitted = kept}};
+    return !syscall(SYS_capset, &header, data);
+}
+
+bool identity_take(const struct identity *who) {
+    uint32_t have = permitted(), keep = who->uid ? 0 : have & ROOT_INSIDE;
+    io_write_file(AT_FDCWD, "/proc/self/oom_score_adj", FIRST_TO_DIE);  // while it is still ours to write
+    if (!set_rights(have, have)) return false;
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0);
+    for (int cap = 0; cap < 64; cap++)  // without the right to, it stays as the engine set it; nothing in it can be gained again
+        if (cap >= 32 || !(keep >> cap & 1)) prctl(PR_CAPBSET_DROP, cap, 0, 0, 0);
+    if (setgroups(0, NULL) < 0 || setresgid(who->gid, who->gid, who->gid) < 0 || setresuid(who->uid, who->uid, who->uid) < 0) return false;
+    return set_rights(keep, keep);
+}
+
+// ---- the user's own directories ----
+
+// mkdir -p; the last part belongs to the user, whoever the image gave it to. Nothing of the workload runs yet.
+static bool make_own(const char *path, const struct identity *who) {
+    char text[4096];
+    if (strlen(path) >= sizeof text) {
+        errno = ENAMETOOLONG;
+        return false;
+    }
+    strcpy(text, path);
+    for (char *at = text + strspn(text, "/"); *at;) {
+        char *slash = strchr(at, '/');
+        if (slash) *slash = 0;
+        if (mkdir(text, 0755) && errno != EEXIST) return false;
+        if (!slash) return !lchown(text, who->uid, who->gid);
+        *slash = '/';
+        at = slash + strspn(slash, "/");
+        if (!*at) {
+            *slash = 0;
+            return !lchown(text, who->uid, who->gid);
+        }
+    }
+    return true;
+}
+
+// ---- before the first frame ----
+
+// Of this container alone: engines show it its own group there, read-only. Version 2 first.
+static int open_counter(const char *unified, const char *older) {
+    int fd = open(unified, O_RDONLY | O_CLOEXEC);
+    return fd >= 0 ? fd : open(older, O_RDONLY | O_CLOEXEC);
+}
+
+bool contained_prepare(struct contained *c, struct agent_opts *opts) {
+    opts->memory_events_fd = open_counter("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control");
+    opts->pids_events_fd = open_counter("/sys/fs/cgroup/pids.events", "/sys/fs/cgroup/pids/pids.events");
+    prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+    if (!c->user) return true;
+    if (!user_lookup("/etc/passwd", (struct span){(const uint8_t *)c->user, (uint32_t)strlen(c->user)}, &c->identity)) {
+        fprintf(stderr, "no such user: %s\n", c->user);
+        return false;
+    }
+    for (size_t i = 0; i < c->own_count; i++)
+        if (!make_own(c->own[i], &c->identity)) {
+            fprintf(stderr, "%s cannot be made: %s\n", c->own[i], strerror(errno));
+            return false;
+        }
+    // runc gives a tmpfs the mode of the directory that it covers, which in an image may be anything.
+    struct stat tmp;
+    if (!lstat("/tmp", &tmp) && S_ISDIR(tmp.st_mode)) (void)!chmod("/tmp", 01777);
+    opts->identity = &c->identity;
+    return set_rights(0, permitted());
+}
