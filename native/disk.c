@@ -308,6 +308,8 @@ int disk_clone(const char *id, const char *copy) {
     return unlinkat(to, "links", AT_REMOVEDIR);
 }
 
+int disk_rename(const char *id, const char *to) { return renameat(disk.boxes, id, disk.boxes, to); }
+
 int disk_peek(const char *path) { return openat(disk.boxes, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); }
 
 void disk_box_close(struct disk_box *box) { io_close(&box->dir); }

@@ -43,6 +43,7 @@
 #include "kernel.h"
 #include "launcher.h"
 #include "seccomp.h"
+#include "spare.h"
 
 #define PACKET_MAX (128u << 10)
 #define QUIET_MS 3           // slots are prepared when nothing has happened for so long: a sandbox just made has the CPU first
@@ -134,7 +135,7 @@ static void on_status(struct box *b) {
 static void bury(struct box *b) {
     siginfo_t info;
     waitid((idtype_t)3 /* P_PIDFD */, (id_t)b->pidfd, &info, WEXITED);
-    if (!cg_box_remove(b->id) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->id);
+    if (!cg_box_remove(b->group) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->group);
     disk_drop(b->disk);
     slot_give(&b->slot);
     L.buried = true;
@@ -154,13 +155,13 @@ static void bury(struct box *b) {
 }
 
 static void end_box(struct box *b) {
-    cg_box_kill(b->id);
+    cg_box_kill(b->group);
     k_pidfd_send_signal(b->pidfd, SIGKILL);
 }
 
 void launcher_end(struct box *b) {
     launcher_abandon(b->handle);
-    cg_box_freeze(b->id, false);
+    cg_box_freeze(b->group, false);
     end_box(b);
 }
 
@@ -180,7 +181,7 @@ static void on_freeze(uint32_t seq, struct rd *r) {
     struct box *b = launcher_find(rd_u32(r));
     bool on = rd_u8(r);
     if (!b) launcher_refuse(seq, "sandbox", ESRCH);
-    else if (cg_box_freeze(b->id, on)) launcher_refuse(seq, "freeze", errno);
+    else if (cg_box_freeze(b->group, on)) launcher_refuse(seq, "freeze", errno);
     else launcher_done(seq);
 }
 
@@ -317,8 +318,8 @@ static int on_quiet(void) {
     reap_others();
     retry_leftovers();
     sweep_trash();
-    if (slots_prepare()) return 0;
-    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
+    if (slots_prepare() || spares_prepare()) return 0;
+    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
 }
 
 // How many there were; -1: the engine is gone.
@@ -352,7 +353,7 @@ static void serve(void) {
         launcher_entering();
         launcher_snapshotting();
         // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
-        if (L.buried && n < 2) slots_prepare();
+        if (L.buried && n < 2 && !slots_prepare()) spares_prepare();
         L.buried = false;
         wait_ms = n > 0 ? (L.ready ? QUIET_MS : -1) : on_quiet();
     }
@@ -363,6 +364,7 @@ static void close_all(void) {
     epoll_ctl(L.epoll, EPOLL_CTL_DEL, L.engine, NULL);  // its end would be told again and again
     for (unsigned i = 0; i < BOXES_MAX; i++)
         if (L.boxes[i]) launcher_end(L.boxes[i]);  // with its snapshot, which would hold on to its dead
+    spares_drop(NULL);
     uint64_t until = io_now_ns() + 8000000000u;
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);

@@ -13,6 +13,7 @@
 #include "disk.h"
 #include "io.h"
 #include "launcher.h"
+#include "spare.h"
 #include "swap.h"
 
 #define SNAPSHOTS_MAX 256
@@ -232,6 +233,9 @@ void launcher_drop_layer(uint32_t seq, struct rd *r) {
             launcher_refuse(seq, "a live sandbox writes to it", EBUSY);
             return;
         }
+    char above[4200 + ID_MAX];
+    snprintf(above, sizeof above, "%s/%s/upper", layout_boxes(), id);
+    spares_drop(above);
     disk_drop(id);
     launcher_done(seq);
 }
