@@ -31,7 +31,7 @@ from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
 from untax.core.stream import ByteStream
-from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Freezable, Frozen, LayeredSandbox, Sandbox
+from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Freezable, Frozen, LayeredSandbox, Retiring, Sandbox
 from untax.ground import Ground
 from untax.snapshot import Snapshot
 
@@ -87,7 +87,7 @@ class Tenancy:
         self._standing: Ground | None = None  # what the sandbox stands on now
         self._sandbox: Sandbox | None = None
         self._channel: Channel | None = None
-        self._parting: tuple[Sandbox, Ground | None] | None = None  # still to be destroyed
+        self._parting: tuple[Sandbox, Channel | None, Ground | None] | None = None  # still to be destroyed
         self._over: str | None = None  # why no action is possible any more
         self._blameless = False  # it is over because the holder wanted it so
         self._is_paused = False
@@ -142,6 +142,8 @@ class Tenancy:
                 self._see_off("the box was reset")
 
     async def _replace(self) -> None:
+        if isinstance(self._sandbox, Retiring):
+            self._sandbox.retire()
         self._part()
         try:
             await self._open(None)
@@ -381,16 +383,20 @@ class Tenancy:
         """No action reaches the sandbox from here on."""
         sandbox, channel, standing = self._sandbox, self._channel, self._standing
         self._sandbox = self._channel = self._standing = None
-        if channel is not None:
-            channel.close()
         if sandbox is not None:
-            self._parting = (sandbox, standing)
+            self._parting = (sandbox, channel, standing)
 
     def _see_off(self, reason: str) -> None:
-        """Destroy, in the background, the sandbox that was parted with. A reset does so last: a hundred processes that die make their successor wait."""
+        """Destroy, in the background, the sandbox that was parted with. A reset does so last: a hundred processes that die make their successor wait.
+
+        So does what ends by itself when the channel closes, which therefore is not before.
+        """
         parting, self._parting = self._parting, None
         if parting is not None:
-            task = self._engine.chore(self._engine.destroy(*parting))
+            sandbox, channel, standing = parting
+            if channel is not None:
+                channel.close()
+            task = self._engine.chore(self._engine.destroy(sandbox, standing))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
             log.debug("sandbox %s goes: %s", parting[0].id, reason)
