@@ -377,6 +377,15 @@ int cg_box_freeze(const char *id, bool on) {
     return write_below(trees[T_UNIFIED].own, id, "cgroup.freeze", on ? "1" : "0");
 }
 
+int cg_box_count(const char *id, int most) {
+    char path[160], text[512];
+    snprintf(path, sizeof path, "%s/cgroup.procs", id);
+    int n = 0;
+    if (trees[T_UNIFIED].own < 0 || io_read_file(trees[T_UNIFIED].own, path, text, sizeof text) < 0) return 0;
+    for (const char *at = text; n < most && (at = strchr(at, '\n')); at++) n++;
+    return n;
+}
+
 void cg_box_kill(const char *id) {
     if (abilities & CG_KILL) write_below(trees[T_UNIFIED].own, id, "cgroup.kill", "1");
 }

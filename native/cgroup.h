@@ -48,6 +48,7 @@ pid_t cg_clone(struct k_clone_args *args, int group);
 // The workload's directory in the v2 tree; -1: there is none.
 int cg_box_dir(const char *id);
 int cg_box_freeze(const char *id, bool on);
+int cg_box_count(const char *id, int most);  // processes of the workload, at most so many are counted
 void cg_box_kill(const char *id);      // everything in it, where the tree can
 bool cg_box_remove(const char *id);    // false: something is still inside
 // Kills and removes what a dead engine left; false: not all of it would go.

@@ -20,9 +20,11 @@
 #include "kernel.h"
 #include "launcher.h"
 #include "layout.h"
+#include "spare.h"
 
 struct create {
     char id[ID_MAX];
+    struct span stands_on;  // the layout as it came
     struct layout layout;
     bool in_memory;
     struct cg_limits limits;
@@ -32,7 +34,9 @@ struct create {
 
 static bool parse_create(struct rd *r, struct create *c) {
     struct span id = rd_name(r);
+    c->stands_on.at = r->at;
     if (!launcher_valid_id(id) || !layout_parse(&c->layout, r)) return false;
+    c->stands_on.size = (uint32_t)(r->at - c->stands_on.at);
     c->in_memory = rd_u8(r);
     c->limits.memory_bytes = rd_u64(r), c->limits.pids = rd_u32(r), c->limits.cpu_permille = rd_u32(r);
     c->disk = rd_u64(r), c->tmp = rd_u64(r), c->shm = rd_u64(r);
@@ -53,8 +57,13 @@ static void close_plan(struct plan *p) {
 }
 
 // What the child is given when it starts. What is made is found in the plan, also after a failure.
-static int prepare(struct plan *p, struct create *c, const char **step) {
-    if (cg_box_make(c->id, &c->limits, &p->cg, step)) return -1;
+static int prepare(struct plan *p, struct create *c, struct furniture *f, const char **step) {
+    if (!*f->group) {
+        if (cg_box_make(c->id, &c->limits, &f->cg, step)) return -1;
+        strcpy(f->group, c->id);
+    }
+    p->slot = f->slot;
+    p->cg = f->cg, f->cg = CG_BOX_NONE;
     *step = "device directory";
     p->dev = mounts_dev(&L.mounts);
     return p->dev < 0 ? -1 : 0;
@@ -75,24 +84,34 @@ int launcher_send_mounts(int control, int root, const struct view *views, size_t
 }
 
 // The overlays, made while the child makes what needs no launcher.
-static int furnish(const struct plan *p, struct create *c, struct box *b, const char **step) {
+static int furnish(struct create *c, struct furniture *f, const char **step) {
     struct disk_box disk;
-    struct view views[VIEWS_MAX];
-    size_t count;
-    int root;
     *step = "upper directory";
-    if (disk_make(c->id, (uint16_t)(p->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
-    int failed = layout_mount(&c->layout, false, &p->slot, &disk, &root, views, &count, step);
-    if (!failed) b->print = launcher_print(&c->layout, disk.dir);
+    if (disk_make(c->id, (uint16_t)(f->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
+    int failed = layout_mount(&c->layout, false, &f->slot, &disk, &f->root, f->views, &f->count, step);
+    if (!failed) f->print = launcher_print(&c->layout, disk.dir);
     disk_box_close(&disk);
-    if (failed) return -1;
+    return failed;
+}
+
+static int hand_over(struct furniture *f, struct box *b, const char **step) {
     *step = "mounts";
-    failed = launcher_send_mounts(b->control, root, views, count);
-    int error = errno;
-    close(root);
-    while (count) close(views[--count].mount);
+    b->print = f->print;
+    int failed = launcher_send_mounts(b->control, f->root, f->views, f->count), error = errno;
+    furniture_close(f);
     errno = error;
     return failed;
+}
+
+// A spare of its layout, or at least a range; the rest of that is made later.
+static bool find_place(struct create *c, struct furniture *f, const char **step) {
+    bool may_wait = !c->in_memory && !c->layout.cache;  // neither can be had ahead of need
+    if (may_wait) spares_note(c->stands_on, c->disk, &c->limits);
+    if (may_wait && spares_take(c->stands_on, c->id, c->disk, &c->limits, f)) return true;
+    if (!slot_take(&f->slot, step)) return true;
+    if (errno != EUSERS) return false;
+    spares_drop(NULL);  // they hold ranges too
+    return !slot_take(&f->slot, step);
 }
 
 static int start_child(struct plan *p, struct box *b, int *channel, const char **step) {
@@ -131,12 +150,13 @@ void launcher_create(uint32_t seq, struct rd *r) {
     autoclose int channel = -1;
     pid_t pid = -1;
     if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .workdir = c.workdir, .disk_bytes = c.disk, .file_bytes = c.disk, .pids = c.limits.pids};
-    bool has_slot = b && !slot_take(&p.slot, &step);
-    if (has_slot && !prepare(&p, &c, &step)) pid = start_child(&p, b, &channel, &step);
+    struct furniture f = FURNITURE_NONE;
+    bool has_slot = b && find_place(&c, &f, &step);
+    if (has_slot && !prepare(&p, &c, &f, &step)) pid = start_child(&p, b, &channel, &step);
     int error = errno;
     close_plan(&p);
-    if (pid > 0) b->handle = ++L.generation << RANGE_BITS | p.slot.range;
-    if (pid > 0 && (furnish(&p, &c, b, &step) || (step = "watching it", launcher_watch(b)))) {
+    if (pid > 0) b->handle = ++L.generation << RANGE_BITS | f.slot.range;
+    if (pid > 0 && ((f.root < 0 && furnish(&c, &f, &step)) || hand_over(&f, b, &step) || (step = "watching it", launcher_watch(b)))) {
         error = errno;
         k_pidfd_send_signal(b->pidfd, SIGKILL);
         waitpid(pid, NULL, 0);
@@ -144,10 +164,11 @@ void launcher_create(uint32_t seq, struct rd *r) {
     }
     if (pid < 0) {
         layout_let_go();
+        furniture_close(&f);
         if (has_slot) {
-            cg_box_remove(c.id);
+            if (*f.group) cg_box_remove(f.group);
             disk_drop(c.id);
-            slot_give(&p.slot);
+            slot_give(&f.slot);
         }
         if (b) launcher_free(b);
         else free(c.workdir);
@@ -157,11 +178,12 @@ void launcher_create(uint32_t seq, struct rd *r) {
     }
     strcpy(b->id, c.id);
     strcpy(b->disk, c.id);
+    strcpy(b->group, f.group);
     b->layout = c.layout;
     b->in_memory = c.in_memory;
     b->pid = pid;
-    b->slot = p.slot;
-    L.boxes[p.slot.range] = b;
+    b->slot = f.slot;
+    L.boxes[f.slot.range] = b;
     struct wr w = launcher_answer(seq, 0);
     wr_u32(&w, b->handle);
     wr_u32(&w, (uint32_t)pid);

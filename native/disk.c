@@ -8,11 +8,13 @@
 #include <linux/fs.h>
 #include <linux/loop.h>
 #include <linux/magic.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/quota.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
@@ -30,6 +32,8 @@
 #define PROJECT_TURNS 64u
 #define PROJECT_QUOTA 2            // PRJQUOTA, which older headers lack
 #define DEPTH_MAX 64               // each level costs a descriptor and 32 KiB; what lies deeper is first brought up beside the tree
+#define LARGE 1000                 // files; removing a subvolume first forgets each that the kernel remembers, 2 µs a piece
+#define GONE "gone-"               // what waits to be removed, where it cannot be moved to the trash
 #define SIMPLE_QUOTA 4             // BTRFS_QUOTA_CTL_ENABLE_SIMPLE_QUOTA, Linux 6.7: no accounting at commit time
 
 #define HELD_MAX 64
@@ -99,20 +103,6 @@ static void remove_all(int dir) {
     if (d) closedir(d);
 }
 
-pid_t disk_sweep_trash(void) {
-    if (!disk.dirty) return -1;
-    disk.dirty = false;
-    pid_t pid = fork();
-    while (pid > 0 && disk.held) close(disk.hold[--disk.held]);
-    if (pid) return pid;
-    // It may outlive the launcher: nothing that others wait to see closed stays open in it.
-    int trash = dup2(disk.trash, 3);
-    k_close_range(4, ~0u);
-    if (trash < 0 || nice(19) < 0) _exit(1);
-    remove_all(trash);
-    _exit(0);
-}
-
 // ---- btrfs ----
 
 static int limit_subvolume(int subvolume, uint64_t bytes) {
@@ -173,11 +163,45 @@ static int attach_loop(const char *image, char *device, size_t size) {
     return -1;
 }
 
-static void drop_leftovers(void) {
+static void drop_all(const char *beginning) {
     DIR *d = fdopendir(openat(disk.boxes, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
     for (struct dirent *e; d && (e = readdir(d));)
-        if (e->d_name[0] != '.' && !destroy_subvolume(e->d_name)) disk_remove_tree(disk.boxes, e->d_name);
+        if (e->d_name[0] != '.' && !strncmp(e->d_name, beginning, strlen(beginning)) && !destroy_subvolume(e->d_name)) disk_remove_tree(disk.boxes, e->d_name);
     if (d) closedir(d);
+}
+
+static bool has_subvolumes(void) { return disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE; }
+
+// In a subvolume numbers are given in order and never again: the next one tells how many files there have been.
+static bool is_large(const char *id) {
+    struct stat st;
+    autoclose int dir = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    return dir >= 0 && !mkdirat(dir, "count", 0700) && !fstatat(dir, "count", &st, AT_SYMLINK_NOFOLLOW) && st.st_ino > 256 + LARGE;
+}
+
+static bool drop_subvolume(const char *id) {
+    char gone[128];
+    snprintf(gone, sizeof gone, GONE "%s", id);
+    if (is_large(id) && !disk_rename(id, gone)) return disk.dirty = true;
+    return destroy_subvolume(id);
+}
+
+pid_t disk_sweep_trash(void) {
+    if (!disk.dirty) return -1;
+    disk.dirty = false;
+    pid_t pid = fork();
+    while (pid > 0 && disk.held) close(disk.hold[--disk.held]);
+    if (pid) return pid;
+    // It may outlive the launcher: nothing that others wait to see closed stays open in it. A disk image must not stay mounted so long: the next engine to
+    // take it over removes what is left.
+    if (disk.mode == DISK_IMAGE && prctl(PR_SET_PDEATHSIG, SIGKILL)) _exit(1);
+    int trash = fcntl(disk.trash, F_DUPFD, 100), boxes = fcntl(disk.boxes, F_DUPFD, 100);
+    disk.trash = dup2(trash, 3), disk.boxes = dup2(boxes, 4);
+    k_close_range(5, ~0u);
+    if (disk.trash < 0 || disk.boxes < 0 || nice(19) < 0) _exit(1);
+    remove_all(disk.trash);
+    if (has_subvolumes()) drop_all(GONE);
+    _exit(0);
 }
 
 // Mounted in the launcher's own mount namespace: it goes with the launcher, however that ends.
@@ -199,7 +223,7 @@ static bool mount_image(const char *image, const char *boxes, char *why, size_t 
         quota.cmd = BTRFS_QUOTA_CTL_ENABLE;
         ioctl(disk.boxes, BTRFS_IOC_QUOTA_CTL, &quota);  // already on when the image was used before
     }
-    drop_leftovers();
+    drop_all("");
     if (try_subvolume()) return true;
     snprintf(why, size, "btrfs quotas do not work here: %s", strerror(errno));
     io_close(&disk.boxes);
@@ -253,7 +277,7 @@ int disk_open(const char *dir, const char *image, char *why, size_t why_size) {
 }
 
 static int make_dir(const char *id, uint16_t number, uint64_t bytes) {
-    if (disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) return make_subvolume(id, bytes);
+    if (has_subvolumes()) return make_subvolume(id, bytes);
     if (mkdirat(disk.boxes, id, 0700)) return -1;
     int fd = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd >= 0 && disk.mode == DISK_PROJECT && limit_project(fd, number, bytes)) io_close(&fd);
@@ -283,7 +307,7 @@ int disk_limit(const char *id, uint64_t bytes, bool in_memory) {
     struct fsxattr attr;
     if (dir < 0) return -1;
     if (in_memory) return mounts_resize(dir, bytes, 0);
-    if (disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) return limit_subvolume(dir, bytes);
+    if (has_subvolumes()) return limit_subvolume(dir, bytes);
     if (disk.mode == DISK_PROJECT) return ioctl(dir, FS_IOC_FSGETXATTR, &attr) ? -1 : set_project_limit(dir, attr.fsx_projid, bytes);
     errno = EOPNOTSUPP;
     return -1;
@@ -298,7 +322,7 @@ static int snapshot_subvolume(int from, const char *copy) {
 int disk_clone(const char *id, const char *copy) {
     autoclose int from = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (from < 0) return -1;
-    if ((disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) && is_btrfs(from) && !snapshot_subvolume(from, copy)) return 0;
+    if (has_subvolumes() && is_btrfs(from) && !snapshot_subvolume(from, copy)) return 0;
     if (mkdirat(disk.boxes, copy, 0700)) return -1;
     autoclose int to = openat(disk.boxes, copy, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (to < 0 || mkdirat(to, "upper", 0700) || mkdirat(to, "links", 0700)) return -1;
@@ -307,6 +331,8 @@ int disk_clone(const char *id, const char *copy) {
     if (upper < 0 || copied < 0 || links < 0 || copy_tree(upper, copied, links)) return -1;
     return unlinkat(to, "links", AT_REMOVEDIR);
 }
+
+int disk_rename(const char *id, const char *to) { return renameat(disk.boxes, id, disk.boxes, to); }
 
 int disk_peek(const char *path) { return openat(disk.boxes, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); }
 
@@ -324,10 +350,13 @@ static void drop_memory(const char *id) {
 
 void disk_drop(const char *id) {
     drop_memory(id);
-    if ((disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) && destroy_subvolume(id)) return;
+    if (has_subvolumes() && drop_subvolume(id)) return;
     if (disk.mode == DISK_IMAGE) {
         disk_remove_tree(disk.boxes, id);  // cannot be renamed out of its file system
-    } else if (!renameat(disk.boxes, id, disk.trash, id)) {
-        disk.dirty = true;
+        return;
     }
+    static unsigned thrown;
+    char name[128];
+    snprintf(name, sizeof name, "%s.%u", id, thrown++);  // one of that name may still lie there
+    if (!renameat(disk.boxes, id, disk.trash, name)) disk.dirty = true;
 }

@@ -26,6 +26,8 @@ void disk_box_close(struct disk_box *box);
 int disk_limit(const char *id, uint64_t bytes, bool in_memory);
 // A copy of what lies under `id`, as it is now, under `copy`: only upper/ is promised. May take long. 0, or -1 with errno; then disk_drop removes what there is.
 int disk_clone(const char *id, const char *copy);
+// What lies under `id` from now on lies under `to`; overlays that are made of it do not mind.
+int disk_rename(const char *id, const char *to);
 // A directory below boxes/, for looking; -1 with errno.
 int disk_peek(const char *path);
 // The sandbox is gone: its files too, at once or in the background.

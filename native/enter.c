@@ -111,7 +111,7 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     if (!birth) return -1;
     struct entry e = {.birth = birth, .in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .setup = b->status, .user = user,
                       .workdir = b->workdir, .disk_bytes = b->file_bytes, .pids = b->pids};
-    pid_t pid = cg_box_open(b->id, &e.cg) ? -1 : fork();
+    pid_t pid = cg_box_open(b->group, &e.cg) ? -1 : fork();
     if (!pid) sandbox_enter(&e);
     int error = errno;
     birth_free(birth);

@@ -5,7 +5,7 @@
 //            bytes workdir
 //   DESTROY  u32 handle       answered when everything is gone
 //   ENTER    u32 handle, bytes user, bytes name  what the agent shall know it by; empty: the default
-//   FREEZE   u32 handle, u8 on
+//   FREEZE   u32 handle, u8 on (2: on, if there are few to be stopped)
 //   SNAPSHOT u32 handle, bytes fresh  a name for the upper directory that it goes on with, unless it is copied. Answer: u8 how (0 swapped, 1 copied),
 //            u64 ns for which everything stood still, bytes name of the layer
 //   DROP_LAYER bytes name     of a layer on which nobody stands any more
@@ -43,9 +43,11 @@
 #include "kernel.h"
 #include "launcher.h"
 #include "seccomp.h"
+#include "spare.h"
 
 #define PACKET_MAX (128u << 10)
 #define QUIET_MS 3           // slots are prepared when nothing has happened for so long: a sandbox just made has the CPU first
+#define FEW 16               // processes; each has to be woken to be stopped, which takes it 10 µs
 #define RETRY_MS 50          // a control group whose last process is still going
 
 struct launcher L;  // set up by launcher_main: an initialiser would put all of it into the file
@@ -134,7 +136,7 @@ static void on_status(struct box *b) {
 static void bury(struct box *b) {
     siginfo_t info;
     waitid((idtype_t)3 /* P_PIDFD */, (id_t)b->pidfd, &info, WEXITED);
-    if (!cg_box_remove(b->id) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->id);
+    if (!cg_box_remove(b->group) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->group);
     disk_drop(b->disk);
     slot_give(&b->slot);
     L.buried = true;
@@ -154,14 +156,14 @@ static void bury(struct box *b) {
 }
 
 static void end_box(struct box *b) {
-    cg_box_kill(b->id);
+    cg_box_kill(b->group);
     k_pidfd_send_signal(b->pidfd, SIGKILL);
 }
 
 void launcher_end(struct box *b) {
     launcher_abandon(b->handle);
-    cg_box_freeze(b->id, false);
     end_box(b);
+    cg_box_freeze(b->group, false);  // the dead need not be thawed, but a tree that cannot kill may hold some that are not reached otherwise
 }
 
 static void on_destroy(uint32_t seq, struct rd *r) {
@@ -178,9 +180,10 @@ static void on_destroy(uint32_t seq, struct rd *r) {
 
 static void on_freeze(uint32_t seq, struct rd *r) {
     struct box *b = launcher_find(rd_u32(r));
-    bool on = rd_u8(r);
-    if (!b) launcher_refuse(seq, "sandbox", ESRCH);
-    else if (cg_box_freeze(b->id, on)) launcher_refuse(seq, "freeze", errno);
+    uint8_t on = rd_u8(r);
+    if (b && on == 2 && cg_box_count(b->group, FEW + 1) > FEW) launcher_done(seq);
+    else if (!b) launcher_refuse(seq, "sandbox", ESRCH);
+    else if (cg_box_freeze(b->group, on)) launcher_refuse(seq, "freeze", errno);
     else launcher_done(seq);
 }
 
@@ -317,8 +320,8 @@ static int on_quiet(void) {
     reap_others();
     retry_leftovers();
     sweep_trash();
-    if (slots_prepare()) return 0;
-    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : -1;
+    if (slots_prepare() || spares_prepare()) return 0;
+    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
 }
 
 // How many there were; -1: the engine is gone.
@@ -352,7 +355,7 @@ static void serve(void) {
         launcher_entering();
         launcher_snapshotting();
         // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
-        if (L.buried && n < 2) slots_prepare();
+        if (L.buried && n < 2 && !slots_prepare()) spares_prepare();
         L.buried = false;
         wait_ms = n > 0 ? (L.ready ? QUIET_MS : -1) : on_quiet();
     }
@@ -363,6 +366,7 @@ static void close_all(void) {
     epoll_ctl(L.epoll, EPOLL_CTL_DEL, L.engine, NULL);  // its end would be told again and again
     for (unsigned i = 0; i < BOXES_MAX; i++)
         if (L.boxes[i]) launcher_end(L.boxes[i]);  // with its snapshot, which would hold on to its dead
+    spares_drop(NULL);
     uint64_t until = io_now_ns() + 8000000000u;
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);

@@ -22,6 +22,7 @@ struct box {
     uint32_t handle;
     char id[ID_MAX];
     char disk[ID_MAX];  // under which name its upper directory lies; its id until a snapshot put another on top
+    char group[ID_MAX]; // and its control groups; neither is renamed when a spare becomes a sandbox's
     char *workdir;
     struct layout layout;
     uint64_t print;     // of its upper directory as it was made; 0: unknown, or no longer so
@@ -100,4 +101,6 @@ void launcher_limit(uint32_t seq, struct rd *r);
 uint64_t launcher_print(const struct layout *l, int disk);
 void launcher_pristine(uint32_t seq, struct rd *r);
 
+void TS(const char *what);
+void TSD(void);
 #endif

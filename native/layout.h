@@ -41,6 +41,8 @@ void layout_pop(struct layout *l);
 // otherwise made, as the workload left it. 0, or -1 with errno and *step; what was made is closed again.
 int layout_mount(const struct layout *l, bool on_own, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
                  const char **step);
+// What mounts over a frozen upper directory of its own depend on beside its layers: how the places of its views look there. 0 is none.
+uint64_t layout_glance(const struct layout *l, const char *frozen);
 // Takes down what the mounts were made from. It costs a grace period of the kernel's, so whoever waits for the mounts is given them first.
 void layout_let_go(void);
 

@@ -35,7 +35,7 @@ void launcher_limit(uint32_t seq, struct rd *r) {
         launcher_refuse(seq, "sandbox", b ? EINVAL : ESRCH);
         return;
     }
-    unsigned held = cg_box_limit(b->id, &limits);
+    unsigned held = cg_box_limit(b->group, &limits);
     if (!disk_limit(b->disk, disk, b->in_memory)) held |= HELD_DISK;
     if (b->status < 0) resize_tmp(b, tmp);  // before its set-up is over the root is not yet its own
     // What a process got when it was started it keeps: no limit of its own may be the tighter one, and where there is no other it must be the right one.

@@ -221,6 +221,8 @@ static int configure_overlay(int fs, bool in_userns, const int *lowers, size_t c
     if (in_userns ? k_fsconfig(fs, K_FSCONFIG_FLAG, "userxattr", NULL) : k_fsconfig(fs, K_FSCONFIG_STRING, "redirect_dir", "on")) return -1;
     // A layer is read without overlay too, so a file's data must be where its name is.
     if (!in_userns && k_fsconfig(fs, K_FSCONFIG_STRING, "metacopy", "off")) return -1;
+    // Nobody asks for its number, which would be written to the upper directory; older kernels have none.
+    if (!accepts_nonsense()) k_fsconfig(fs, K_FSCONFIG_STRING, "uuid", "null");
     // Without `volatile` killing a sandbox would sync its file system; what must last is synced when it is stored.
     if (k_fsconfig(fs, K_FSCONFIG_STRING, "index", "off") || k_fsconfig(fs, K_FSCONFIG_FLAG, "volatile", NULL)) return -1;
     return k_fsconfig(fs, K_FSCONFIG_CREATE, NULL, NULL);

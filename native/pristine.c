@@ -185,7 +185,7 @@ static bool are_workers(const char *list) {
 
 static bool runs_nothing(const struct box *b) {
     char text[LISTED_MAX], path[64];
-    autoclose int group = cg_box_dir(b->id);
+    autoclose int group = cg_box_dir(b->group);
     snprintf(path, sizeof path, "/proc/%d/task/%d/children", b->pid, b->pid);
     ssize_t n = group >= 0 ? io_read_file(group, "cgroup.procs", text, sizeof text) : io_read_file(AT_FDCWD, path, text, sizeof text);
     return n >= 0 && n < (ssize_t)sizeof text - 1 && are_workers(text);

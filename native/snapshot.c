@@ -13,6 +13,7 @@
 #include "disk.h"
 #include "io.h"
 #include "launcher.h"
+#include "spare.h"
 #include "swap.h"
 
 #define SNAPSHOTS_MAX 256
@@ -26,6 +27,8 @@ static struct pending {
     char fresh[ID_MAX];      // the name for a new upper directory
     char copy[ID_MAX];       // and for a copy of the old one
     bool made, copies;       // something may lie under it
+    struct furniture *mounts;  // not yet sent; NULL: none
+    uint64_t glance;         // at what they were made from
     bool pushed;             // the old upper directory is a layer, provisionally
     bool answered;
     bool is_over;            // but for the child's last steps
@@ -68,40 +71,54 @@ static void answer(struct pending *p, bool copied, uint64_t ns, const char *laye
 }
 
 static void undo(struct pending *p, struct box *b) {
+    if (p->mounts) furniture_close(p->mounts);
+    free(p->mounts), p->mounts = NULL;
     if (p->pushed && b) layout_pop(&b->layout);
     if (p->made) disk_drop(p->fresh);
     if (p->copies) disk_drop(p->copy);
     p->pushed = p->made = p->copies = false;
 }
 
-// The overlays over a fresh upper directory and the one so far, to the child.
+// The overlays over a fresh upper directory and the one so far. What is left after a failure undo takes away.
 static const char *make_mounts(struct pending *p, struct box *b) {
     struct disk_box disk;
-    struct view views[VIEWS_MAX];
-    size_t count;
-    int root;
     const char *step;
     char above[4200 + ID_MAX];
     snprintf(above, sizeof above, "%s/%s/upper", layout_boxes(), b->disk);
-    if (!layout_push(&b->layout, above)) return "memory";
+    p->glance = layout_glance(&b->layout, above);
+    p->mounts = malloc(sizeof *p->mounts);
+    if (p->mounts) *p->mounts = FURNITURE_NONE;
+    if (!p->mounts || !layout_push(&b->layout, above)) return "memory";
     p->pushed = true;
     if (disk_make(p->fresh, (uint16_t)(b->slot.base / RANGE_SIZE), b->disk_bytes, b->in_memory, &disk)) return "upper directory";
     p->made = true;
-    int failed = layout_mount(&b->layout, true, &b->slot, &disk, &root, views, &count, &step), error = errno;
+    struct furniture *f = p->mounts;
+    int failed = layout_mount(&b->layout, true, &b->slot, &disk, &f->root, f->views, &f->count, &step), error = errno;
     disk_box_close(&disk);
-    if (!failed) {
-        step = "mounts";
-        failed = launcher_send_mounts(p->sock, root, views, count), error = errno;
-        close(root);
-        while (count) close(views[--count].mount);
-        layout_let_go();
-    }
+    layout_let_go();
     errno = error;
     return failed ? step : NULL;
 }
 
+// They were made while the sandbox went on, because that takes longest; nothing is looked up in them before they are used, so only what they copied from the
+// old upper directory must still be so now that it stands still.
+static bool are_current(const struct pending *p, const struct box *b) { return p->mounts && p->glance && p->glance == layout_glance(&b->layout, b->layout.lowers[0]); }
+
+static const char *send_mounts(struct pending *p) {
+    int failed = launcher_send_mounts(p->sock, p->mounts->root, p->mounts->views, p->mounts->count), error = errno;
+    furniture_close(p->mounts);
+    free(p->mounts), p->mounts = NULL;
+    errno = error;
+    return failed ? "mounts" : NULL;
+}
+
 static void on_wants_mounts(struct pending *p, struct box *b) {
-    const char *step = p->made ? "mounts" : make_mounts(p, b);
+    const char *step = p->made && !p->mounts ? "mounts" : NULL;  // it has had them
+    if (!step && !are_current(p, b)) {
+        undo(p, b);
+        step = make_mounts(p, b);
+    }
+    if (!step) step = send_mounts(p);
     if (!step) return;
     struct swap_note no = {.error = errno};
     snprintf(no.step, sizeof no.step, "%s", step);
@@ -201,6 +218,7 @@ static int start(uint32_t seq, struct box *b, const char *fresh) {
     }
     used++;
     ours = -1;
+    if (may_swap && make_mounts(p, b)) undo(p, b);  // it is tried again when they are wanted, and then told
     return 0;
 }
 
@@ -232,6 +250,9 @@ void launcher_drop_layer(uint32_t seq, struct rd *r) {
             launcher_refuse(seq, "a live sandbox writes to it", EBUSY);
             return;
         }
+    char above[4200 + ID_MAX];
+    snprintf(above, sizeof above, "%s/%s/upper", layout_boxes(), id);
+    spares_drop(above);
     disk_drop(id);
     launcher_done(seq);
 }

@@ -25,7 +25,7 @@ struct ground {
 };
 
 struct still {
-    const char *id;
+    const char *id;          // of its control groups
     pid_t agent;
     int proc, group;         // procfs as the launcher sees it; the workload's directory in the v2 tree, -1: none
     bool freezes;            // there is a freezer

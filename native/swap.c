@@ -230,7 +230,7 @@ _Noreturn void swap_main(const struct box *b, int sock, const char *name, bool m
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) _exit(1);
     io_close(&L.engine);  // its end must be seen
     wait_for_setup(b->status);
-    struct still s = {.id = b->id, .agent = b->pid, .proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC), .group = cg_box_dir(b->id)};
+    struct still s = {.id = b->group, .agent = b->pid, .proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC), .group = cg_box_dir(b->group)};
     s.freezes = s.group >= 0 && cg_abilities() & CG_FREEZE;
     if (!s.freezes) io_close(&s.group);
     // Entering the mount namespace also changes root and working directory to the sandbox's.

@@ -7,14 +7,17 @@ mounts that carry one of the marks given, loop devices whose file lies below the
 
 import ctypes
 import os
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import hostview
 
 _PR_SET_CHILD_SUBREAPER = 36
+SPARES = 2  # that the launcher of a living engine may keep for the next sandbox (native/spare.c), under names that a sandbox made of one goes on with
 
 
 def adopt_orphans() -> None:
@@ -45,6 +48,7 @@ class Watch:
 
     marks: tuple[str, ...]
     state_dir: Path | None = None
+    spares: int = SPARES
     ignore_processes: Callable[[hostview.Seen], bool] = field(default=lambda process: False)
 
     def take(self) -> Snapshot:
@@ -52,12 +56,12 @@ class Watch:
         processes = [p for p in hostview.below(os.getpid()) if not self.ignore_processes(p)]
         return Snapshot(
             mounts=frozenset(line for line in _mounts() if self._is_ours(line)),
-            cgroups=frozenset(name for name in _cgroups() if self._is_ours(name)),
+            cgroups=_without_spares((name for name in _cgroups() if self._is_ours(name)), self.spares),
             processes=frozenset(f"{p.pid} started {p.started}" for p in processes),
             namespaces=frozenset().union(*(_namespaces(p.pid) for p in processes), _namespaces("self")),
             loops=frozenset(line for line in _loops() if self._is_ours(line)),
             descriptors=frozenset(_descriptors()),
-            entries=frozenset(_entries(self.state_dir)),
+            entries=_without_spares(_entries(self.state_dir), self.spares),
         )
 
     def wait_like(self, before: Snapshot, within_s: float = 20.0) -> dict[str, list[str]]:
@@ -71,6 +75,20 @@ class Watch:
 
     def _is_ours(self, text: str) -> bool:
         return any(mark in text for mark in self.marks)
+
+
+def _without_spares(names: Iterable[str], spares: int) -> frozenset[str]:
+    """What is made ahead of need comes and goes; only more of it than there may be is somebody's leftover."""
+    counts: Counter[str] = Counter()
+    kept = set()
+    for name in names:
+        kind = re.sub(r"\bspare-\d+", "spare", name)
+        counts[kind] += 1
+        if kind == name:
+            kept.add(name)
+        elif counts[kind] > spares:
+            kept.add(f"{kind} #{counts[kind]}")
+    return frozenset(kept)
 
 
 def _reap_orphans() -> None:

@@ -24,7 +24,7 @@ from untax.core.errors import (
 from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Sandbox, UserSwitching
+from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Retiring, Sandbox, UserSwitching
 from untax.ground import Ground
 from untax.snapshot import Snapshot
 from untax.standby import NO_IMAGE, Standby, raise_up
@@ -49,7 +49,7 @@ class Tenancy(Box):
         self._sandbox: Sandbox | None = None
         self._standby: Standby | None = None  # the pool's, when the sandbox came from there and was not replaced since
         self._place: str | None = None  # in the pool, by the name it has there; None for one that is none of its
-        self._parting: tuple[Sandbox, Ground | None] | None = None  # still to be destroyed
+        self._parting: tuple[Sandbox, Channel | None, Ground | None] | None = None  # still to be destroyed
         self._is_paused = False
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -91,6 +91,8 @@ class Tenancy(Box):
                 self._see_off("the box was reset")
 
     async def _replace(self) -> None:
+        if isinstance(self._sandbox, Retiring):
+            self._sandbox.retire()
         self._part()
         try:
             await self._open(None)
@@ -326,16 +328,20 @@ class Tenancy(Box):
         """No action reaches the sandbox from here on."""
         sandbox, channel, standing = self._sandbox, self._channel, self._standing
         self._sandbox = self._channel = self._standing = self._standby = None
-        if channel is not None:
-            channel.close()
         if sandbox is not None:
-            self._parting = (sandbox, standing)
+            self._parting = (sandbox, channel, standing)
 
     def _see_off(self, reason: str) -> None:
-        """Destroy, in the background, the sandbox that was parted with. A reset does so last: a hundred processes that die make their successor wait."""
+        """Destroy, in the background, the sandbox that was parted with. A reset does so last: a hundred processes that die make their successor wait.
+
+        So does what ends by itself when the channel closes, which therefore is not before.
+        """
         parting, self._parting = self._parting, None
         if parting is not None:
-            task = self._engine.chore(self._engine.destroy(*parting))
+            sandbox, channel, standing = parting
+            if channel is not None:
+                channel.close()
+            task = self._engine.chore(self._engine.destroy(sandbox, standing))
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
             log.debug("sandbox %s goes: %s", parting[0].id, reason)

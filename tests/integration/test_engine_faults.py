@@ -76,7 +76,7 @@ async def test_x34_cancelled_at_any_time_nothing_is_left(engine, tmp_path):
         with pytest.raises(asyncio.CancelledError):
             await task
     await engine.aclose()
-    left = [p for p in (tmp_path / "state").rglob("sbx-*") if p.is_dir()]
+    left = [p for p in (tmp_path / "state").rglob("s*-*") if p.name.startswith(("sbx-", "spare-")) and p.is_dir()]
     assert left == []
 
 
@@ -93,14 +93,14 @@ async def test_x1_what_a_killed_engine_left_is_gone_after_the_next_start(name, t
         assert (await box.run(["true"])).exit_code == 0
         dead = [p for p in (tmp_path / "state").rglob("engine-*") if p.is_dir()]
         assert len(dead) == 1  # its own
-    assert [p for p in (tmp_path / "state").rglob("sbx-*") if p.is_dir()] == []
+    assert [p for p in (tmp_path / "state").rglob("s*-*") if p.name.startswith(("sbx-", "spare-")) and p.is_dir()] == []
 
 
 async def test_files_nobody_may_read_are_removed_with_their_sandbox(engine, tmp_path):
     async with engine.lease() as box:
         await box.shell("mkdir -p a/b/c; touch a/b/c/f; chmod 000 a/b/c a/b a")
     await engine.aclose()
-    assert [p for p in (tmp_path / "state").rglob("sbx-*") if p.is_dir()] == []
+    assert [p for p in (tmp_path / "state").rglob("s*-*") if p.name.startswith(("sbx-", "spare-")) and p.is_dir()] == []
 
 
 async def test_a_state_directory_that_is_a_file_names_the_remedy(name, tmp_path):

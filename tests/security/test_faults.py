@@ -50,9 +50,9 @@ def state(tmp_path):
 
 def traces_of(state: Path, engine_pid: int) -> dict[str, list[str]]:
     """What an engine that is no more has left on the host."""
-    now = leftovers.Watch(marks=(str(state), f"-{engine_pid}-")).take()
+    now = leftovers.Watch(marks=(str(state), f"-{engine_pid}-"), spares=0).take()
     found = now.more_than(leftovers.Snapshot(processes=frozenset(before), namespaces=now.namespaces, descriptors=now.descriptors))
-    sandboxes = [str(p) for p in state.rglob("*") if p.name.startswith("sbx-")] if state.exists() else []
+    sandboxes = [str(p) for p in state.rglob("*") if p.name.startswith(("sbx-", "spare-"))] if state.exists() else []
     return found | ({"entries": sandboxes} if sandboxes else {})
 
 
@@ -870,7 +870,7 @@ async def test_x29_a_group_that_refuses_to_go_is_tried_again(state, as_root):
     async with engine_host(state) as host:
         await host.lease("a")
         pid = host.pid
-        groups = [Path(where) for where in leftovers._cgroups() if f"-{host.pid}-" in where and "sbx-" in where.rsplit("/", 1)[-1]]
+        groups = [Path(where) for where in leftovers._cgroups() if f"-{host.pid}-" in where and where.rsplit("/", 1)[-1].startswith(("sbx-", "spare-"))]
         if not groups:
             pytest.skip("no control groups here")
         stranger = await asyncio.create_subprocess_exec("sleep", "100")
@@ -904,7 +904,7 @@ async def test_x30_damaged_state_files_do_not_keep_an_engine_from_starting(state
         await host.process.wait()
         pid = host.pid
     # os.walk, because what the dead engine's helper still removes vanishes under us
-    files = [Path(where, name) for where, _, names in os.walk(state) for name in names if "sbx-" not in where]
+    files = [Path(where, name) for where, _, names in os.walk(state) for name in names if "sbx-" not in where and "spare-" not in where]
     for path in files:
         with contextlib.suppress(OSError):
             if path.is_symlink() or path.stat().st_size > 1 << 20:

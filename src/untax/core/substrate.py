@@ -173,6 +173,14 @@ class Freezable(Protocol):
 
 
 @runtime_checkable
+class Retiring(Protocol):
+    """A sandbox that can be told that its end is near."""
+
+    def retire(self) -> None:
+        """Nothing in it has to get any further: what runs shall take no time from its successor. `destroy` follows."""
+
+
+@runtime_checkable
 class Layered(Protocol):
     """A substrate whose sandboxes stand on directories that somebody else prepared."""
 

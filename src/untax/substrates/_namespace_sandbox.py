@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import secrets
 import socket
@@ -21,7 +22,7 @@ from untax.core.stage import WORKDIR
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._host import is_host_root
-from untax.substrates._launcher import Launcher, LauncherRefused, pack
+from untax.substrates._launcher import Answer, Launcher, LauncherRefused, pack
 from untax.substrates._namespace_host import change_refused, remedy
 from untax.substrates._namespace_layers import FrozenLayers, FrozenUpper
 
@@ -31,6 +32,7 @@ _DESTROY_PATIENCE_S = 10.0
 _DEATH_NOTICE_S = 0.5
 _MIB = 1 << 20
 SHM_BYTES = 64 * _MIB
+_IF_FEW = 2  # of FREEZE
 _HELD = {"memory_mib": 1, "pids": 2, "cpus": 4, "disk_mib": 8}
 
 
@@ -47,6 +49,12 @@ class Place:
 
     def seen(self, disk: str) -> Path:
         return self._seen / disk / "upper"
+
+
+def _heard(answer: asyncio.Future[Answer]) -> None:
+    """What came of it does not matter: the sandbox goes either way."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def amounts(limits: Limits) -> tuple[int, int, int, int, int]:
@@ -175,6 +183,10 @@ class NamespaceSandbox:
 
     async def resume(self) -> None:
         await self._freeze(on=False)
+
+    def retire(self) -> None:
+        with contextlib.suppress(BackendError):
+            self._launcher.ask(wire.FREEZE, struct.pack("<IB", self._handle, _IF_FEW)).add_done_callback(_heard)
 
     async def _freeze(self, *, on: bool) -> None:
         try:
