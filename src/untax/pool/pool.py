@@ -24,6 +24,8 @@ from untax.pool.state import Policy, Pool, Standing
 
 log = logging.getLogger("untax.pool")
 
+# A lease's first action takes about a millisecond, a creation on the same machine makes it twice that.
+_CALM_S = 0.02
 # How often in a row a refill may fail before whoever waits for `warm` is told; between them it waits ever longer.
 _WARM_TRIES = 3
 
@@ -105,6 +107,7 @@ class PoolDriver(Generic[R, E]):
             first_starting=options.first_starting,
             most_starting=options.most_starting,
             linger_s=options.linger_s,
+            calm_s=_CALM_S,
             tries=1,  # a failure is told at once; only what was idle before is replaced unseen
         )
         self._state = Pool(policy, costs)
