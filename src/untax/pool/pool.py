@@ -285,6 +285,10 @@ class PoolDriver(Generic[R, E]):
         """For reading."""
         return self._state
 
+    def parked(self) -> list[E]:
+        """Those that are idle."""
+        return [entry for name, entry in self._entries.items() if self._state.is_idle(name)]
+
     def standings(self) -> list[Standing]:
         return self._state.standings()
 

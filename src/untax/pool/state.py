@@ -220,6 +220,10 @@ class Pool:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)
 
+    def is_idle(self, name: str) -> bool:
+        entry = self._stock.get(name)
+        return entry is not None and entry.state == "idle"
+
     def is_wanted(self, order: int) -> bool:
         """Whether somebody waits for what is being made by this order, or a target asks for it."""
         create = self._starts[order].create
