@@ -392,16 +392,21 @@ class PoolDriver(Generic[R, E]):
             self._for[order.ticket] = order.order
         else:
             request = self._recipes[order.stages[-1].key]
-        self._making[order.order] = self._loop.create_task(self._make(order, request))
+        task = self._making[order.order] = self._loop.create_task(self._make(order, request))
+        task.add_done_callback(lambda _: self._broken_off(order.order))
+
+    def _broken_off(self, order: int) -> None:
+        """A task that was cancelled before its first step never ran, and says nothing itself."""
+        if self._making.pop(order, None) is not None:
+            self._tell(ev.Abandoned(self._clock(), order))
 
     async def _make(self, order: ev.Create, request: R) -> None:
         key = order.stages[-1].key
         try:
             entry = await self._hands.make(order, request)
         except asyncio.CancelledError:
-            del self._making[order.order]
-            self._tell(ev.Abandoned(self._clock(), order.order))
-            return
+            self._broken_off(order.order)
+            raise
         except Exception as exc:  # told: whoever waits for it, and the log
             del self._making[order.order]
             self.counts.failed += 1
