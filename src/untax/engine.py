@@ -37,6 +37,7 @@ from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.costs import Costs
 from untax.pool.options import PoolOptions
+from untax.pool.record import PoolRecord
 from untax.pool.status import PoolStatus
 from untax.pooling import Pooling
 from untax.quarantine import Quarantine, try_destroy
@@ -82,6 +83,8 @@ class Engine(Leasing):
             raise UsageError(f"limits must be 'warn' or 'strict', not {limits!r}")
         if not isinstance(pool, PoolOptions | None):
             raise UsageError(f"pool must be an untax.PoolOptions, not {type(pool).__name__}")
+        # A substrate that somebody made has state of its own, unless it is told where ours is.
+        self._has_state = isinstance(substrate, str) or state_dir is not None
         if isinstance(substrate, str):
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
@@ -98,6 +101,7 @@ class Engine(Leasing):
         self.quarantine = Quarantine()
         self._pool_options = pool if pool is not None else PoolOptions()
         self._pooling: Pooling | None = None
+        self._record: PoolRecord | None = None
         self._late = substrate.binds_late if isinstance(substrate, BindingLate) else frozenset[str]()
         self._warehouse = Warehouse(self, state_dir, budget_mib=store_budget_mib, setup_network=setup_network, setup_wheels=setup_wheels)
 
@@ -113,13 +117,22 @@ class Engine(Leasing):
             if isinstance(self.substrate, Service):
                 await self.substrate.start()
             await self._warehouse.start()
-            self._pooling = Pooling(self, self._pool_options, Costs())
+            await self._open_pool()
         except BaseException:
             self._state = "closed"
             if isinstance(self.substrate, Service):
                 await self.finish(self.chore(self.substrate.aclose()))
             raise
         self._state = "running"
+
+    async def _open_pool(self) -> None:
+        record = PoolRecord(self._warehouse.state_dir / "pools", self.substrate.name) if self._has_state else None
+        costs = await asyncio.to_thread(record.open) if record is not None else Costs()
+        self._pooling = Pooling(self, self._pool_options, costs)
+        if record is not None:
+            self._record = record
+            record.watch(self._pooling.status)
+            self._pooling.driver.changed = record.changed
 
     async def aclose(self) -> None:
         """Release every box and every snapshot that is not saved, wait until what they held is gone, and end. Safe to call twice."""
@@ -140,6 +153,8 @@ class Engine(Leasing):
         if self._pooling is not None:
             await self._pooling.driver.wait_closed()
         await self._wait_chores()
+        if self._record is not None:
+            await self._record.aclose()
         await self.quarantine.aclose()
         self._warehouse.let_go()
         await self._wait_chores()

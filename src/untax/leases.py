@@ -95,7 +95,8 @@ def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
         spec = replace(spec, **changes)
     if late.wait_s is not None:
         require_duration("wait_s", late.wait_s)
-    Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
+    if spec.network != "none":
+        Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
     return Request(spec, _checked_files(late.files), late.wait_s, require_duration("ttl_s", late.ttl_s))
 
 

@@ -196,13 +196,16 @@ class Pooling:
         standby.built = dict(built)
         spans += standby.spans
         created_s = (standby.spans[-1][2] - standby.spans[0][1]) / 1e9
-        if inside:
-            try:
+        try:
+            if inside:
                 await standby.add(inside, request.spec)
-            except BaseException:
-                await engine.finish(engine.chore(self.destroy(standby)))
-                raise
-            spans.append(("setup", *watch.part()))
+                spans.append(("setup", *watch.part()))
+            if order.ticket is None:
+                await standby.bind(request.spec, is_proven=True)
+                await standby.rehearse()  # nobody waits for it
+        except BaseException:
+            await engine.finish(engine.chore(self.destroy(standby)))
+            raise
         standby.spans = spans
         self.driver.costs.observe("create", created_s)
         self._learn(standby.built, order.stages)

@@ -72,6 +72,7 @@ class Standby:
     """Made by `raise_up`. `on_lost` is called once, when its channel ends by itself, for whoever holds it then."""
 
     __slots__ = (
+        "_plain",
         "bound",
         "built",
         "channel",
@@ -100,6 +101,7 @@ class Standby:
         self.facts = _ORDINARY
         self.unenforced: tuple[Unenforced, ...] = ()
         self.configuration: Configuration | None = None
+        self._plain: Configuration | None = None  # what it is told for a spec without variables and network
         self.on_lost: Callable[[Standby, SandboxLost], None] | None = None
         self.spans: list[tuple[str, int, int]] = []
         self.stages: tuple[Stage, ...] = ()
@@ -153,8 +155,13 @@ class Standby:
                 await self._bind_limits(bound)
             if bound.user != was.user:
                 await self._bind_user(bound.user)
+                self._plain = None
             self.bound = bound
-        await self._configure(self.configuration_for(spec), is_proven=is_proven)
+        is_plain = spec.network == "none" and not spec.env
+        wanted = self._plain if is_plain and self._plain is not None else self.configuration_for(spec)
+        await self._configure(wanted, is_proven=is_proven)
+        if is_plain:
+            self._plain = wanted
 
     def configuration_for(self, spec: EnvSpec) -> Configuration:
         facts = self.facts
@@ -178,9 +185,11 @@ class Standby:
             self.facts = sandbox.facts()
 
     async def _configure(self, wanted: Configuration, *, is_proven: bool) -> None:
-        if is_proven and wanted == self.configuration:
-            return
         channel, sandbox = self.open_channel(), self.sandbox
+        if wanted is self.configuration or wanted == self.configuration:
+            if not is_proven:
+                await channel.call(actions.ping(timeout_s=READY_TIMEOUT_S))  # it is told nothing new, but must answer
+            return
         call = actions.configure(workdir=wanted.workdir, env=wanted.env, proxy_port=wanted.proxy_port, timeout_s=READY_TIMEOUT_S)
         was_greeted = bool(channel.cell_version)
         try:
@@ -209,6 +218,12 @@ class Standby:
             raise ReadinessTimeout(self.sandbox.id, f"the cell did not greet within {READY_TIMEOUT_S:g} s") from exc
         if isinstance(self.sandbox, Explaining) and (reason := await self.sandbox.loss_reason()):
             raise CreateError(self.sandbox.id, reason) from exc
+
+    async def rehearse(self) -> None:
+        """Run the shortest of programs. The first one in a sandbox takes twice as long: its worker, and every directory and library on
+        the way to it, are looked at for the first time. Nothing is written, and whether it is there at all does not matter.
+        """
+        await self.open_channel().call(actions.run(["true"], timeout_s=READY_TIMEOUT_S))
 
     # ---- what no layer holds ----
 

@@ -48,7 +48,8 @@ class Warehouse:
         if budget_mib is not None and (isinstance(budget_mib, bool) or not isinstance(budget_mib, int) or budget_mib < 1):
             raise UsageError(f"store_budget_mib must be a whole number of MiB, or None, not {budget_mib!r}")
         self._engine = engine
-        self._path = chosen_state_dir(None if state_dir is None else os.fsdecode(state_dir)) / "layers"
+        self.state_dir = chosen_state_dir(None if state_dir is None else os.fsdecode(state_dir))
+        self._path = self.state_dir / "layers"
         self._budget_bytes = None if budget_mib is None else budget_mib * _MIB
         self._setup_network = freeze_network(setup_network)
         Policy(self._setup_network)

@@ -24,6 +24,8 @@ from untax.pool.state import Policy, Pool, Standing
 
 log = logging.getLogger("untax.pool")
 
+# A lease's first action takes about a millisecond, a creation on the same machine makes it twice that.
+_CALM_S = 0.02
 # How often in a row a refill may fail before whoever waits for `warm` is told; between them it waits ever longer.
 _WARM_TRIES = 3
 
@@ -105,6 +107,7 @@ class PoolDriver(Generic[R, E]):
             first_starting=options.first_starting,
             most_starting=options.most_starting,
             linger_s=options.linger_s,
+            calm_s=_CALM_S,
             tries=1,  # a failure is told at once; only what was idle before is replaced unseen
         )
         self._state = Pool(policy, costs)
@@ -282,6 +285,10 @@ class PoolDriver(Generic[R, E]):
         """For reading."""
         return self._state
 
+    def parked(self) -> list[E]:
+        """Those that are idle."""
+        return [entry for name, entry in self._entries.items() if self._state.is_idle(name)]
+
     def standings(self) -> list[Standing]:
         return self._state.standings()
 
@@ -385,16 +392,21 @@ class PoolDriver(Generic[R, E]):
             self._for[order.ticket] = order.order
         else:
             request = self._recipes[order.stages[-1].key]
-        self._making[order.order] = self._loop.create_task(self._make(order, request))
+        task = self._making[order.order] = self._loop.create_task(self._make(order, request))
+        task.add_done_callback(lambda _: self._broken_off(order.order))
+
+    def _broken_off(self, order: int) -> None:
+        """A task that was cancelled before its first step never ran, and says nothing itself."""
+        if self._making.pop(order, None) is not None:
+            self._tell(ev.Abandoned(self._clock(), order))
 
     async def _make(self, order: ev.Create, request: R) -> None:
         key = order.stages[-1].key
         try:
             entry = await self._hands.make(order, request)
         except asyncio.CancelledError:
-            del self._making[order.order]
-            self._tell(ev.Abandoned(self._clock(), order.order))
-            return
+            self._broken_off(order.order)
+            raise
         except Exception as exc:  # told: whoever waits for it, and the log
             del self._making[order.order]
             self.counts.failed += 1

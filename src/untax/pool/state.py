@@ -33,6 +33,7 @@ from untax.pool.stock import Entry, Stock
 _PATIENCE, _MOST_PATIENCE_S = 10.0, 1.0
 # After a start that failed: doubled each time, until one succeeds. Somebody waits for a ticket's, nobody for a refill's.
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S, _MOST_REFILL_BACKOFF_S = 0.05, 1.0, 60.0
+_AT_ONCE = "idle with everything in place"
 _FEWEST_SPECS = 64  # that are known before those that nothing is left of are forgotten
 
 
@@ -55,6 +56,8 @@ class Policy:
     """Bounds of what may be starting at once; at least two, so that a long build does not hold up everything else."""
     linger_s: float = 60.0
     """How long an idle sandbox above its target is kept."""
+    calm_s: float = 0.0
+    """How long after a hand-out no refill is begun while half of a target is still idle: it would be in the way of the first action."""
     tries: int = 3
     """How often a ticket's start may fail before the ticket is refused."""
 
@@ -131,6 +134,8 @@ class Pool:
         self._failing: dict[str, _Spec] = {}  # those whose last start failed
         self._cut_off: dict[str, str] = {}  # tickets that were refused during an upgrade, and the sandbox that is still theirs
         self._trim_due_s = math.inf
+        self._calm_at_s = -math.inf
+        self._is_calming = False  # whether a refill waits for that
         self._now_s = -math.inf
         self._seq = 0
         self._orders: list[ev.Order] = []
@@ -162,7 +167,10 @@ class Pool:
     def handle(self, event: ev.Event) -> list[ev.Order]:
         """What is to be done now. `ValueError` for an event that answers no order and names nothing that is known."""
         self._orders = []
-        self._now_s = max(self._now_s, event.now_s)
+        if event.now_s > self._now_s:
+            self._now_s = event.now_s
+        if not self._queued and type(event) is ev.Asked and self._hand_out_at_once(event):
+            return self._orders  # whatever else is due comes with `Bound`, when the holder waits no longer
         self._handlers[type(event)](event)
         self._claimed, self._claimed_mib = 0, 0.0
         if self._queued:
@@ -179,7 +187,7 @@ class Pool:
 
     def next_due_s(self) -> float:
         """When a `Tick` is due at the latest, if nothing happens before; `math.inf` for never."""
-        due = self._trim_due_s
+        due = min(self._trim_due_s, self._calm_at_s) if self._is_calming else self._trim_due_s
         while self._deadlines and self._deadlines[0][2].state == "done":
             heapq.heappop(self._deadlines)
         if self._deadlines:
@@ -212,6 +220,10 @@ class Pool:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)
 
+    def is_idle(self, name: str) -> bool:
+        entry = self._stock.get(name)
+        return entry is not None and entry.state == "idle"
+
     def is_wanted(self, order: int) -> bool:
         """Whether somebody waits for what is being made by this order, or a target asks for it."""
         create = self._starts[order].create
@@ -234,6 +246,22 @@ class Pool:
         ]
 
     # ---- what happened ----
+
+    def _hand_out_at_once(self, event: ev.Asked) -> bool:
+        """The usual case of a warm pool, in as few steps as it takes: nobody waits, and one with everything in place is idle."""
+        stages = event.stages
+        entry = self._stock.newest_idle(stages[-1].key) if stages else None
+        if entry is None or event.memory_mib > entry.memory_mib or event.ticket in self._tickets or self._is_closed:
+            return False
+        spec = self._specs[entry.stage.key]
+        self._seq += 1
+        ticket = _Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, stages, event.memory_mib, 0, "binding", entry.id)
+        self._tickets[ticket.id] = ticket
+        spec.leased += 1
+        self._orders.append(ev.HandOut(ticket.id, entry.id, (), "exact", 0.0, "", _AT_ONCE, entry.stage))
+        self._stock.lend(entry, ticket.id, stages, more_mib=0.0, is_upgraded=False)
+        self._calm_at_s = self._now_s + self.policy.calm_s
+        return True
 
     def _asked(self, event: ev.Asked) -> None:
         if event.ticket in self._tickets:
@@ -449,6 +477,7 @@ class Pool:
         self._orders.append(ev.HandOut(ticket.id, entry.id, choice.missing, kind, waited_s, waited_for, why, entry.stage, order))
         self._stock.lend(entry, ticket.id, ticket.stages, more_mib=more_mib, is_upgraded=bool(choice.missing))
         ticket.state, ticket.entry = "binding", entry.id
+        self._calm_at_s = self._now_s + self.policy.calm_s
         if choice.missing:
             self._starts.begin(ticket.id, self._now_s, choice.missing, None)
         return True
@@ -575,16 +604,24 @@ class Pool:
 
     def _refill(self) -> None:
         """Bring what is idle up to the targets, the emptiest first, after all tickets."""
+        self._is_calming = False
         if self._claimed or self._claimed_mib:
             return
         while self._starts.free > 1:
-            short = [
-                (self._in_store(spec) / spec.target.count, spec.stage.key)
-                for spec in self._targets.values()
-                if spec.target is not None and self._in_store(spec) < spec.target.count and spec.no_refill_before_s <= self._now_s
-            ]
-            if not any(self._refill_one(self._specs[key]) for _, key in sorted(short)):
+            short = sorted(self._short())
+            if self._calm_at_s > self._now_s and short:
+                self._is_calming = any(share >= 0.5 for share, _ in short)
+                short = [one for one in short if one[0] < 0.5]
+            if not any(self._refill_one(self._specs[key]) for _, key in short):
                 return
+
+    def _short(self) -> Iterator[tuple[float, str]]:
+        """Specs below their target, with the share of it that is there."""
+        for spec in self._targets.values():
+            assert spec.target is not None
+            there = self._in_store(spec)
+            if there < spec.target.count and spec.no_refill_before_s <= self._now_s:
+                yield there / spec.target.count, spec.stage.key
 
     def _in_store(self, spec: _Spec) -> int:
         """What is idle or will be, less what waits for it."""

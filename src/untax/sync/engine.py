@@ -13,6 +13,7 @@ from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.substrate import Substrate
 from untax.leases import DEFAULT_TTL_S
 from untax.leases import Lease as AsyncLease
+from untax.pool.status import PoolStatus
 from untax.remote.engine import RemoteSubstrate
 from untax.snapshot import Snapshot as AsyncSnapshot
 from untax.sync.box import Box
@@ -110,6 +111,16 @@ class Engine:
     def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
         """As `untax.Engine.prepare`; `progress` is called in the engine's own thread."""
         return self._running().run(self._inner.prepare(spec, progress=progress))
+
+    def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+        """As `untax.Engine.warm`: returns once they are ready."""
+        self._running().run(self._inner.warm(spec, n, limits=limits))
+
+    def pools(self) -> PoolStatus:
+        async def asked() -> PoolStatus:
+            return self._inner.pools()
+
+        return self._running().run(asked())
 
     def fork(
         self,
