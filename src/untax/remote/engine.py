@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.remote")
 
-_LATE_S = 5.0  # after `wait_s` has passed, for the server to say so itself
+_LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself
 
 
 def connect(url: str) -> RemoteEngine:

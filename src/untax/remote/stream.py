@@ -57,6 +57,7 @@ class UnixStream:
         self._fds: deque[int] = deque()
         self._kept: deque[tuple[memoryview, int | None]] = deque()
         self._kept_size = 0
+        self._came = 0  # bytes, so far
         self._is_closed = False
 
     @property
@@ -79,7 +80,7 @@ class UnixStream:
         try:
             sent = self._send(data, fd)
         except OSError as exc:
-            self._loop.call_soon(self._lose, f"the connection broke: {exc.strerror}")
+            self._loop.call_soon(self._read_out, f"the connection broke: {exc.strerror}")
             return
         if sent < len(data):
             self._keep(data[sent:], fd if sent == 0 else None)
@@ -120,7 +121,7 @@ class UnixStream:
                     return
                 self._kept.popleft()
         except OSError as exc:
-            self._lose(f"the connection broke: {exc.strerror}")
+            self._read_out(f"the connection broke: {exc.strerror}")
             return
         self._loop.remove_writer(self._sock)
 
@@ -142,7 +143,16 @@ class UnixStream:
         elif not data:
             self._lose("the other end hung up")
         else:
+            self._came += len(data)
             self._take(data)
+
+    def _read_out(self, reason: str) -> None:
+        """The other end takes nothing more. What it said last, perhaps why, is read all the same."""
+        before = -1
+        while not self._is_closed and before != self._came:
+            before = self._came
+            self._readable()
+        self._lose(reason)
 
     def _take(self, data: bytes) -> None:
         try:
