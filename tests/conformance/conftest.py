@@ -1,6 +1,7 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-With UNTAX_SERVED=1 the engine is the one of `untax serve` in another process, and every check has to hold all the same.
+`served` is the engine of `untax serve` in another process: what concerns lifecycles and streams is checked over it too, with UNTAX_SERVED=1
+everything is.
 """
 
 import os
@@ -12,22 +13,36 @@ from tests.serving import ended, started
 import untax
 from untax import substrates
 
+SERVED = "served"
+SERVED_MODULES = {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"}
+
+
+@pytest.hookimpl
+def pytest_collection_modifyitems(config, items):
+    if not os.environ.get("UNTAX_SERVED"):
+        over = [item for item in items if is_served(item) and item.path.stem not in SERVED_MODULES]
+        config.hook.pytest_deselected(items=over)
+        items[:] = [item for item in items if item not in set(over)]
+
+
+def is_served(item):
+    return getattr(item, "callspec", None) is not None and item.callspec.params.get("engine") == SERVED
+
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=substrates.names())
+@pytest.fixture(scope="session", params=[*substrates.names(), SERVED])
 def engine(request, _runner, tmp_path_factory):
-    if reason := substrates.load(request.param).unavailable_reason():
-        pytest.skip(f"{request.param}: {reason}")
-    if os.environ.get("UNTAX_SERVED"):
-        served = _runner.run(started(tmp_path_factory.mktemp("sock") / "s", tmp_path_factory.mktemp("state"), substrate=request.param))
-        engine = untax.connect(served.url)
-    else:
-        engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
+    name = "namespace" if request.param == SERVED else request.param
+    if reason := substrates.load(name).unavailable_reason():
+        pytest.skip(f"{name}: {reason}")
+    state = tmp_path_factory.mktemp("state") / name
+    served = _runner.run(started(tmp_path_factory.mktemp("socket") / "s", state, substrate=name)) if request.param == SERVED else None
+    engine = untax.Engine(name, state_dir=state) if served is None else untax.connect(served.url)
     _runner.run(engine.start())
-    engine.test_substrate = request.param
+    engine.test_substrate = name
     yield engine
     _runner.run(engine.aclose())
-    if os.environ.get("UNTAX_SERVED"):
+    if served is not None:
         _runner.run(ended(served))
 
 
