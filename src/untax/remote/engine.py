@@ -135,10 +135,10 @@ class RemoteEngine(Leasing):
             raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
         return RemoteSnapshot(self, (await self.request("find_snapshot", {"snapshot": snapshot_id})).body)
 
-    async def warm(self, spec: EnvSpec, *more: Any, **options: Any) -> Any:
+    async def warm(self, spec: EnvSpec | None = None, n: int = 1, **options: Any) -> Any:
         """As `untax.Engine.warm`: the server's pool serves all of its clients."""
-        checked_spec = checked(self.offer, spec, Bindings()).spec
-        return (await self.ask("warm", spec=checked_spec, more=more, options=options)).get("value")
+        wanted = checked(self.offer, spec, Bindings()).spec
+        return (await self.ask("warm", spec=wanted, options={"n": n, **options})).get("value")
 
     async def pools(self) -> Any:
         """What the server keeps ready, as `untax.Engine.pools` has it."""

@@ -106,7 +106,11 @@ class Operations:
         before: object = box._channel
         if isinstance(before, Handed):
             before.is_idle = args.truth("idle")
-        await box.reset()
+        try:
+            await box.reset()
+        finally:
+            if isinstance(before, Handed):
+                before.is_idle = False  # nobody knows what is asked over it next
         handed = await hand_over(box, self._hang_ups)
         body = {"sandbox": box.id, "unenforced": box.ledger.unenforced, "channel": handed.resumed.to_data()}
         return Outcome(body | {"how": "pristine"}) if handed is before else Outcome(body | {"how": "replaced"}, handed)
@@ -172,7 +176,7 @@ class Operations:
     # ---- the engine itself ----
 
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        return Outcome({"value": await self._pooled("warm")(args.spec(), *args.sequence("more"), **args.mapping("options"))})
+        return Outcome({"value": await self._pooled("warm")(args.spec(), **args.mapping("options"))})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         value = self._pooled("pools")()
@@ -237,10 +241,6 @@ class _Args:
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         value: Mapping[str, Any] = self._of(name, dict)
-        return value
-
-    def sequence(self, name: str) -> tuple[Any, ...]:
-        value: tuple[Any, ...] = self._of(name, tuple)
         return value
 
     def spec(self) -> EnvSpec:
