@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from untax.core import account
 from untax.core.errors import ProtocolError, SandboxLost, UsageError
-from untax.core.ledger import as_dict
+from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
 from untax.remote.messages import Body
@@ -31,9 +31,7 @@ Tell = Callable[[Body], None]
 class Operations:
     """`on_ledger` is told of every ledger that is final, `on_change` when a lease came or went."""
 
-    def __init__(
-        self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[dict[str, Any]], object], on_change: Callable[[], object]
-    ) -> None:
+    def __init__(self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[Ledger], object], on_change: Callable[[], object]) -> None:
         self._engine = engine
         self._hang_ups = hang_ups
         self._on_ledger = on_ledger
@@ -84,7 +82,7 @@ class Operations:
 
     async def _released(self, box: Tenancy) -> None:
         await box.release()
-        self._on_ledger(as_dict(box.ledger))
+        self._on_ledger(box.ledger)
         self._on_change()
 
     async def give_all_back(self, owner: Owner, reason: str) -> None:
