@@ -260,6 +260,41 @@ async def test_x14_a_server_out_of_descriptors_refuses_and_goes_on(served):
 # ---- the client ----
 
 
+async def test_x14_a_client_out_of_descriptors_is_told_and_its_leases_go_back(served):
+    source = """
+    import asyncio, os, resource, sys, untax
+    async def main():
+        async with untax.connect(sys.argv[1]) as engine:
+            box = await engine.acquire()
+            used = max(int(one) for one in os.listdir("/proc/self/fd"))
+            gaps = [os.open("/dev/null", os.O_RDONLY) for _ in range(used)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(gaps) + 3, 4096))
+            boxes, errors = [], []
+            for _ in range(8):
+                try:
+                    boxes.append(await engine.acquire())
+                except untax.BackendError as exc:
+                    errors.append(str(exc))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+            assert errors and all("ulimit" in one for one in errors), errors
+            assert (await box.run(["true"])).exit_code == 0
+            async with engine.lease() as other:
+                await other.run(["true"])
+            print("told", len(boxes), flush=True)
+            sys.stdin.read()
+    asyncio.run(main())
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(source), served.url, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment()
+    )  # fmt: skip
+    told, count = (await asyncio.wait_for(process.stdout.readline(), 30)).split()
+    assert told == b"told"
+    held = 1 + int(count)
+    assert await asyncio.to_thread(hostview.eventually, lambda: len(hostview.agents(served.process.pid)) == held, 5)
+    await process.communicate(b"")
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 async def test_x33_c15_what_a_dead_client_held_is_gone_within_its_lease_time(served, number):
     process, line = await script(HOLDER, served.url, "8")

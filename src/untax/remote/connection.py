@@ -80,7 +80,7 @@ class Reply:
 
     def take_fd(self) -> socket.socket:
         if self.fd is None:
-            raise ProtocolError("the server gave a channel without its descriptor")
+            raise BackendError("", "a channel came without its descriptor: raise this process's limit of open files (ulimit -n)")
         return socket.socket(fileno=self.fd)
 
     def discard(self) -> None:

@@ -7,6 +7,7 @@ process, which speaks to the sandbox itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
-from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UsageError
+from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec
@@ -172,10 +173,15 @@ class RemoteEngine(Leasing):
         try:
             box = self.box_class(self, request, lease_id, asked_ns, reply)
         except BaseException:
-            self.chore(self.ask("release", lease=lease_id, account={}))
+            self.chore(self._give_back(lease_id))
             raise
         self._boxes.add(box)
         return box
+
+    async def _give_back(self, lease_id: str) -> None:
+        """A lease that could not be taken."""
+        with contextlib.suppress(UntaxError):  # a server that is gone has given it back
+            await self.ask("release", lease=lease_id, account={})
 
     # ---- for boxes and snapshots ----
 

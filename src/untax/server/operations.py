@@ -70,7 +70,10 @@ class Operations:
         box = owner.leases.pop(args.text("lease"), None)
         if box is not None:
             try:
-                account.merge(box.ledger, args.mapping("account"), shift_ns=args.shift_ns)
+                if told := args.mapping("account"):
+                    account.merge(box.ledger, told, shift_ns=args.shift_ns)
+                else:
+                    box.ledger.fault("its holder could not take it")
             finally:
                 await self._released(box)
         return Outcome({})
