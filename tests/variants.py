@@ -20,8 +20,12 @@ _ENGINES = {"container": ("docker", "podman")}
 class Variant:
     substrate: str
     engine: str | None = None
+    is_served: bool = False
+    """By an engine in another process, which `untax serve` is."""
 
     def __str__(self) -> str:
+        if self.is_served:
+            return "served"
         return self.substrate if self.engine is None else f"{self.substrate}-{self.engine}"
 
 

@@ -312,7 +312,11 @@ class Tenancy(Box):
 
     def _lost(self, channel: Channel, lost: SandboxLost) -> None:
         """The channel has ended by itself: the sandbox is of no more use and goes at once."""
-        if channel is self._channel and self._over is None:
+        if channel is self._channel:
+            self.was_lost(lost)
+
+    def was_lost(self, lost: SandboxLost) -> None:
+        if self._over is None:
             self._over = lost.message
             self._ledger.fault(f"SandboxLost: {lost}")
             log.warning("sandbox %s is lost: %s", self.id, lost.message)

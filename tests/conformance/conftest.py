@@ -1,6 +1,7 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-With UNTAX_SERVED=1 the engine is the one of `untax serve` in another process, and every check has to hold all the same.
+`served` is the engine of `untax serve` in another process: what concerns lifecycles and streams is checked over it too, with UNTAX_SERVED=1
+everything is.
 """
 
 import os
@@ -9,28 +10,41 @@ import pytest
 from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
 from tests.serving import ended, started
-from tests.variants import VARIANTS, options_of
+from tests.variants import VARIANTS, Variant, options_of
 
 import untax
 from untax import substrates
 
+SERVED = Variant("namespace", is_served=True)
+SERVED_MODULES = {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"}
+
+
+@pytest.hookimpl
+def pytest_collection_modifyitems(config, items):
+    if not os.environ.get("UNTAX_SERVED"):
+        over = [item for item in items if is_served(item) and item.path.stem not in SERVED_MODULES]
+        config.hook.pytest_deselected(items=over)
+        items[:] = [item for item in items if item not in set(over)]
+
+
+def is_served(item):
+    return getattr(item, "callspec", None) is not None and item.callspec.params.get("engine") == SERVED
+
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=VARIANTS, ids=str)
+@pytest.fixture(scope="session", params=[*VARIANTS, SERVED], ids=str)
 def engine(request, _runner, tmp_path_factory):
     name, options = request.param.substrate, options_of(request)
     if reason := substrates.load(name, **options).unavailable_reason():
         pytest.skip(f"{name}: {reason}")
-    if os.environ.get("UNTAX_SERVED"):
-        served = _runner.run(started(tmp_path_factory.mktemp("sock") / "s", tmp_path_factory.mktemp("state"), substrate=name))
-        engine = untax.connect(served.url)
-    else:
-        engine = untax.Engine(name, state_dir=tmp_path_factory.mktemp("state") / name, **options)
+    state = tmp_path_factory.mktemp("state") / name
+    served = _runner.run(started(tmp_path_factory.mktemp("socket") / "s", state, substrate=name)) if request.param.is_served else None
+    engine = untax.Engine(name, state_dir=state, **options) if served is None else untax.connect(served.url)
     _runner.run(engine.start())
     engine.test_substrate = name
     yield engine
     _runner.run(engine.aclose())
-    if os.environ.get("UNTAX_SERVED"):
+    if served is not None:
         _runner.run(ended(served))
 
 

@@ -6,16 +6,23 @@ import threading
 import time
 
 import pytest
+from tests.serving import ended, started
 
 import untax
 import untax.sync
 from untax import substrates
 
 
-@pytest.fixture
-def engine(process_state):
-    with untax.sync.Engine("process", state_dir=process_state) as engine:
+@pytest.fixture(params=["embedded", "served"])
+def engine(request, process_state, tmp_path, _runner):
+    if request.param == "embedded":
+        with untax.sync.Engine("process", state_dir=process_state) as engine:
+            yield engine
+        return
+    server = _runner.run(started(tmp_path / "s.sock", process_state, substrate="process"))
+    with untax.sync.connect(server.url) as engine:
         yield engine
+    _runner.run(ended(server))
 
 
 @pytest.fixture(params=["none", "all"], ids=["direct", "by the loop"])
@@ -108,8 +115,7 @@ def test_a_release_ends_an_action_of_another_thread(box):
 
 
 def test_a_cell_that_dies_is_a_lost_sandbox(box):
-    inner = box._inner._sandbox
-    os.kill(inner._cell.pid, signal.SIGKILL)
+    os.kill(int(box.shell("echo $PPID").text), signal.SIGKILL)
     with pytest.raises(untax.SandboxLost):
         box.run(["true"])
     with pytest.raises(untax.SandboxLost):
@@ -170,12 +176,23 @@ def test_an_interrupt_kills_the_command(engine):
         assert box.shell("grep -lsz '^77.5$' /proc/[0-9]*/cmdline").stdout == b""
 
 
-@pytest.mark.parametrize("network", ["none", "all"], ids=["direct", "by the loop"])
-def test_snapshots_forks_resets_and_graders(tmp_path, network):
-    """Frozen and forked by the loop's thread while the actions go straight over the socket; the socket outlives the change of root."""
+@pytest.fixture(params=["embedded", "served"])
+def layered(request, tmp_path, _runner):
+    """Gives an engine that is not entered yet, on the same state directory each time."""
     if reason := substrates.load("namespace").unavailable_reason():
         pytest.skip(f"namespace: {reason}")
-    with untax.sync.Engine("namespace", state_dir=tmp_path / "state") as engine, engine.lease(network=network) as box:
+    if request.param == "embedded":
+        yield lambda: untax.sync.Engine("namespace", state_dir=tmp_path / "state")
+        return
+    server = _runner.run(started(tmp_path / "s.sock", tmp_path / "state"))
+    yield lambda: untax.sync.connect(server.url)
+    _runner.run(ended(server))
+
+
+@pytest.mark.parametrize("network", ["none", "all"], ids=["direct", "by the loop"])
+def test_snapshots_forks_resets_and_graders(layered, network):
+    """Frozen and forked by the loop's thread while the actions go straight over the socket; the socket outlives the change of root."""
+    with layered() as engine, engine.lease(network=network) as box:
         box.write("src/a", b"1")
         with box.session() as bash:
             bash.run("cd src; X=kept")
@@ -192,7 +209,7 @@ def test_snapshots_forks_resets_and_graders(tmp_path, network):
         saved = snapshot.save()
         box.reset()
         assert box.list(".") == []
-    with untax.sync.Engine("namespace", state_dir=tmp_path / "state") as engine, engine.restore(saved) as box:
+    with layered() as engine, engine.restore(saved) as box:
         assert box.read("src/a") == b"1"
         engine.find_snapshot(saved).drop()
     assert box.ledger.verdict == "trusted"

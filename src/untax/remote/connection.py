@@ -80,7 +80,7 @@ class Reply:
 
     def take_fd(self) -> socket.socket:
         if self.fd is None:
-            raise ProtocolError("the server gave a channel without its descriptor")
+            raise BackendError("", "a channel came without its descriptor: raise this process's limit of open files (ulimit -n)")
         return socket.socket(fileno=self.fd)
 
     def discard(self) -> None:
@@ -185,7 +185,7 @@ class Connection:
             return
         if self._connecting is None:
             self._connecting = self._loop.create_task(self._connect())
-            self._connecting.add_done_callback(self._connected)
+            self._connecting.add_done_callback(_heard)
         await asyncio.shield(self._connecting)
 
     async def close(self) -> None:
@@ -209,7 +209,12 @@ class Connection:
         self._fail_all(PoolClosed("the connection to the server is closed"))
 
     async def _connect(self) -> None:
-        stream = await self._dial()
+        try:
+            await self._greet(await self._dial())
+        finally:
+            self._connecting = None  # here and not in a callback: the connection may be lost before that is called
+
+    async def _greet(self, stream: MessageStream) -> None:
         asked_ns = now_ns()
         greeting: asyncio.Future[Body] = self._loop.create_future()
         request_id = self._take_id()
@@ -280,11 +285,6 @@ class Connection:
             elif not pending.answer.done():
                 self._send(request_id, pending)
 
-    def _connected(self, task: asyncio.Task[None]) -> None:
-        self._connecting = None
-        if not task.cancelled() and (exc := task.exception()) is not None:
-            log.debug("no connection: %s", exc)
-
     # ---- from the stream ----
 
     def message_received(self, body: Body, fd: int | None) -> None:
@@ -309,7 +309,7 @@ class Connection:
         self._drop_stream()
         if not self._is_closed and (self._pending or self._is_needed()) and self._retrying is None:
             self._retrying = self._loop.create_task(self._retry(reason))
-            self._retrying.add_done_callback(self._retried)
+            self._retrying.add_done_callback(_heard)
 
     def _greeted(self, greeting: asyncio.Future[Body], body: Body) -> None:
         if greeting.done():
@@ -341,21 +341,19 @@ class Connection:
     async def _retry(self, reason: str) -> None:
         """Until there is a connection again, or nobody needs one. Those who wait for an answer are told when nobody listens."""
         delay_s = _FIRST_RETRY_S
-        while not self._is_closed:
-            try:
-                await self.connect()
-                return
-            except UntaxError as exc:
-                self._fail_all(BackendError("", f"the connection to the server was lost ({reason}), and there is no other: {exc}"))
-                if not isinstance(exc, BackendError) or not self._is_needed():
-                    return
-            await asyncio.sleep(delay_s)  # nothing tells when a file at a path begins to be listened at
-            delay_s = min(2 * delay_s, _LAST_RETRY_S)
-
-    def _retried(self, task: asyncio.Task[None]) -> None:
-        self._retrying = None
-        if not task.cancelled():
-            task.exception()
+        try:
+            while self._stream is None and not self._is_closed:
+                try:
+                    await self.connect()
+                    continue  # it may be lost again by now
+                except UntaxError as exc:
+                    self._fail_all(BackendError("", f"the connection to the server was lost ({reason}), and there is no other: {exc}"))
+                    if not isinstance(exc, BackendError) or not self._is_needed():
+                        return
+                await asyncio.sleep(delay_s)  # nothing tells when a file at a path begins to be listened at
+                delay_s = min(2 * delay_s, _LAST_RETRY_S)
+        finally:
+            self._retrying = None
 
     def _fail_all(self, exc: UntaxError) -> None:
         pending, self._pending = self._pending, {}
@@ -385,3 +383,9 @@ class Connection:
         self._unheard += 1
         self._stream.send({"id": 0, "op": "renew", "seen": next(iter(self._pending), self._next_id) - 1})
         self._schedule_beat()
+
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """Whoever waits for it is told; perhaps nobody does any more."""
+    if not task.cancelled() and (exc := task.exception()) is not None:
+        log.debug("no connection: %s", exc)

@@ -7,6 +7,7 @@ process, which speaks to the sandbox itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
-from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UsageError
+from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.remote")
 
-_LATE_S = 5.0  # after `wait_s` has passed, for the server to say so itself
+_LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself
 
 
 def connect(url: str) -> RemoteEngine:
@@ -135,10 +136,10 @@ class RemoteEngine(Leasing):
             raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
         return RemoteSnapshot(self, (await self.request("find_snapshot", {"snapshot": snapshot_id})).body)
 
-    async def warm(self, spec: EnvSpec, *more: Any, **options: Any) -> Any:
+    async def warm(self, spec: EnvSpec | None = None, n: int = 1, **options: Any) -> Any:
         """As `untax.Engine.warm`: the server's pool serves all of its clients."""
-        checked_spec = checked(self.offer, spec, Bindings()).spec
-        return (await self.ask("warm", spec=checked_spec, more=more, options=options)).get("value")
+        wanted = checked(self.offer, spec, Bindings()).spec
+        return (await self.ask("warm", spec=wanted, options={"n": n, **options})).get("value")
 
     async def pools(self) -> Any:
         """What the server keeps ready, as `untax.Engine.pools` has it."""
@@ -172,10 +173,15 @@ class RemoteEngine(Leasing):
         try:
             box = self.box_class(self, request, lease_id, asked_ns, reply)
         except BaseException:
-            self.chore(self.ask("release", lease=lease_id, account={}))
+            self.chore(self._give_back(lease_id))
             raise
         self._boxes.add(box)
         return box
+
+    async def _give_back(self, lease_id: str) -> None:
+        """A lease that could not be taken."""
+        with contextlib.suppress(UntaxError):  # a server that is gone has given it back
+            await self.ask("release", lease=lease_id, account={})
 
     # ---- for boxes and snapshots ----
 

@@ -8,9 +8,11 @@ believes the other's lengths before they are checked, and whatever cannot be rea
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from struct import Struct
+from types import ModuleType
 from typing import Any
 
 from untax.core.errors import ProtocolError, UntaxError, UsageError
@@ -32,25 +34,27 @@ _SIZE = Struct("<I")
 # ---- values ----
 
 
-def _types() -> dict[str, type[Any]]:
-    """The values that travel as what they are. Asked for when the first one comes, for the sake of `import untax`."""
-    from untax.core.root import ImageConfig, Root, View
-    from untax.core.spec import EnvSpec, Limits, Repo
-    from untax.core.stage import Stage
-    from untax.core.substrate import Unenforced
-    from untax.layers.merged import Change
-
-    known: tuple[type[Any], ...] = (EnvSpec, Limits, Repo, ImageConfig, Root, View, Stage, Unenforced, Change)
-    return {kind.__name__: kind for kind in known}
-
+_MODULES = ("core.spec", "core.root", "core.stage", "core.substrate", "core.ledger", "layers.merged", "pool.status")
+"""Whose data classes travel as what they are. A change to one of their fields is a change of `PROTOCOL`."""
 
 _known: dict[str, type[Any]] = {}
 
 
 def load_types() -> None:
     """Ahead of the first message, which would pay for it otherwise."""
-    if not _known:
-        _known.update(_types())
+    if _known:
+        return
+    for name in _MODULES:
+        if (found := _module(f"untax.{name}")) is not None:
+            own = [one for one in vars(found).values() if isinstance(one, type) and one.__module__ == found.__name__]
+            _known.update({one.__name__: one for one in own if dataclasses.is_dataclass(one)})
+
+
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return None
 
 
 def _kind(name: str) -> type[Any] | None:
@@ -73,8 +77,6 @@ def _packed(value: Any, attached: list[bytes]) -> Any:
     name = type(value).__name__
     if dataclasses.is_dataclass(value) and _kind(name) is type(value):
         return {"$type": name} | {one.name: _packed(getattr(value, one.name), attached) for one in dataclasses.fields(value)}
-    if dataclasses.is_dataclass(value):  # told as plain data to a client that does not know it
-        return {one.name: _packed(getattr(value, one.name), attached) for one in dataclasses.fields(value)}
     raise UsageError(f"{value!r} cannot be sent to or by a server")
 
 

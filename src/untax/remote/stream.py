@@ -18,6 +18,7 @@ from untax.remote.messages import MESSAGE_MAX, Body, Framer, decode, encode
 _RECEIVE = 256 << 10
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 _UCRED = struct.Struct("3i")
+_NONE = -1
 GREETING_MAX = 64 << 10
 """Bytes of a message from somebody who has not said who it is."""
 
@@ -57,6 +58,7 @@ class UnixStream:
         self._fds: deque[int] = deque()
         self._kept: deque[tuple[memoryview, int | None]] = deque()
         self._kept_size = 0
+        self._came = 0  # bytes, so far
         self._is_closed = False
 
     @property
@@ -79,7 +81,7 @@ class UnixStream:
         try:
             sent = self._send(data, fd)
         except OSError as exc:
-            self._loop.call_soon(self._lose, f"the connection broke: {exc.strerror}")
+            self._loop.call_soon(self._read_out, f"the connection broke: {exc.strerror}")
             return
         if sent < len(data):
             self._keep(data[sent:], fd if sent == 0 else None)
@@ -120,7 +122,7 @@ class UnixStream:
                     return
                 self._kept.popleft()
         except OSError as exc:
-            self._lose(f"the connection broke: {exc.strerror}")
+            self._read_out(f"the connection broke: {exc.strerror}")
             return
         self._loop.remove_writer(self._sock)
 
@@ -138,11 +140,20 @@ class UnixStream:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                 self._fds.extend(fds)
         if flags & socket.MSG_CTRUNC:
-            self._lose("a descriptor that was sent could not be taken: raise this process's limit of open files (ulimit -n)")
-        elif not data:
+            self._fds.append(_NONE)  # it was sent, and this process can have no more of them: whoever waits for it is told
+        if not data:
             self._lose("the other end hung up")
         else:
+            self._came += len(data)
             self._take(data)
+
+    def _read_out(self, reason: str) -> None:
+        """The other end takes nothing more. What it said last, perhaps why, is read all the same."""
+        before = -1
+        while not self._is_closed and before != self._came:
+            before = self._came
+            self._readable()
+        self._lose(reason)
 
     def _take(self, data: bytes) -> None:
         try:
@@ -150,7 +161,8 @@ class UnixStream:
                 body, descriptors = decode(message)
                 if descriptors > len(self._fds):
                     raise ProtocolError("a message without its descriptor")
-                fd = self._fds.popleft() if descriptors else None
+                taken = self._fds.popleft() if descriptors else _NONE
+                fd = None if taken == _NONE else taken
                 if self._receiver is None:
                     if fd is not None:
                         os.close(fd)
@@ -175,7 +187,8 @@ class UnixStream:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         for fd in (*self._fds, *(fd for _, fd in self._kept if fd is not None)):
-            os.close(fd)
+            if fd != _NONE:
+                os.close(fd)
         self._fds.clear()
         self._kept.clear()
         with contextlib.suppress(OSError):

@@ -106,7 +106,8 @@ async def hand_over(box: Tenancy, hang_ups: HangUps) -> Handed:
     sock, relay = _socket_of(stream, cast("Channel", channel))
 
     def lost(handed: Handed, exc: SandboxLost) -> None:
-        box._lost(cast("Channel", handed), exc)
+        if box._channel is cast("Channel", handed):
+            box.was_lost(exc)
 
     handed = Handed(box.id, sock, resumed, hang_ups, lost)
     handed.relay = relay

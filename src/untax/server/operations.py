@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from untax.core import account
 from untax.core.errors import ProtocolError, SandboxLost, UsageError
-from untax.core.ledger import as_dict
+from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
 from untax.remote.messages import Body
@@ -31,9 +31,7 @@ Tell = Callable[[Body], None]
 class Operations:
     """`on_ledger` is told of every ledger that is final, `on_change` when a lease came or went."""
 
-    def __init__(
-        self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[dict[str, Any]], object], on_change: Callable[[], object]
-    ) -> None:
+    def __init__(self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[Ledger], object], on_change: Callable[[], object]) -> None:
         self._engine = engine
         self._hang_ups = hang_ups
         self._on_ledger = on_ledger
@@ -72,7 +70,10 @@ class Operations:
         box = owner.leases.pop(args.text("lease"), None)
         if box is not None:
             try:
-                account.merge(box.ledger, args.mapping("account"), shift_ns=args.shift_ns)
+                if told := args.mapping("account"):
+                    account.merge(box.ledger, told, shift_ns=args.shift_ns)
+                else:
+                    box.ledger.fault("its holder could not take it")
             finally:
                 await self._released(box)
         return Outcome({})
@@ -84,7 +85,7 @@ class Operations:
 
     async def _released(self, box: Tenancy) -> None:
         await box.release()
-        self._on_ledger(as_dict(box.ledger))
+        self._on_ledger(box.ledger)
         self._on_change()
 
     async def give_all_back(self, owner: Owner, reason: str) -> None:
@@ -106,7 +107,11 @@ class Operations:
         before: object = box._channel
         if isinstance(before, Handed):
             before.is_idle = args.truth("idle")
-        await box.reset()
+        try:
+            await box.reset()
+        finally:
+            if isinstance(before, Handed):
+                before.is_idle = False  # nobody knows what is asked over it next
         handed = await hand_over(box, self._hang_ups)
         body = {"sandbox": box.id, "unenforced": box.ledger.unenforced, "channel": handed.resumed.to_data()}
         return Outcome(body | {"how": "pristine"}) if handed is before else Outcome(body | {"how": "replaced"}, handed)
@@ -172,7 +177,7 @@ class Operations:
     # ---- the engine itself ----
 
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        return Outcome({"value": await self._pooled("warm")(args.spec(), *args.sequence("more"), **args.mapping("options"))})
+        return Outcome({"value": await self._pooled("warm")(args.spec(), **args.mapping("options"))})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         value = self._pooled("pools")()
@@ -237,10 +242,6 @@ class _Args:
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         value: Mapping[str, Any] = self._of(name, dict)
-        return value
-
-    def sequence(self, name: str) -> tuple[Any, ...]:
-        value: tuple[Any, ...] = self._of(name, tuple)
         return value
 
     def spec(self) -> EnvSpec:

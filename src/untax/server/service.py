@@ -6,15 +6,15 @@ A transport makes a `Session` for each connection and gives it the messages; eve
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from untax import __version__
 from untax.core.errors import PoolClosed, ProtocolError, UntaxError
+from untax.core.ledger import Ledger
 from untax.core.spec import require_duration
 from untax.remote.boot import boot_id
 from untax.remote.messages import PROTOCOL, Body, error_data
@@ -34,6 +34,7 @@ LEASE_S = 10.0
 HEARTBEAT_S = 3.0
 """How often a client lets itself be heard, and finds out whether the server still answers."""
 LEDGERS_KEPT = 256
+_LEDGERS_BYTES = 16 << 20
 
 
 class Service:
@@ -42,19 +43,30 @@ class Service:
     def __init__(self, engine: Engine, *, lease_s: float = LEASE_S) -> None:
         self.engine = engine
         self.lease_s = require_duration("lease_s", lease_s)
-        self.ledgers: deque[dict[str, Any]] = deque(maxlen=LEDGERS_KEPT)
-        """The latest that are final, the holders' part in them."""
+        self.ledgers: deque[str] = deque(maxlen=LEDGERS_KEPT)
+        """The latest that are final, the holders' part in them, as `Ledger.to_json` has them."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
         self.answers = Answers(engine.chore)
         self._hang_ups = HangUps()
-        self.operations = Operations(engine, self._hang_ups, self.ledgers.append, self._changed)
+        self.operations = Operations(engine, self._hang_ups, self._closed, self._changed)
         self._waiting: list[asyncio.Future[None]] = []
         self.is_draining = False
 
     @property
     def leases(self) -> int:
         return sum(len(owner.leases) for owner in self.owners)
+
+    def latest_ledgers(self) -> list[str]:
+        """As many as fit a message, the oldest first."""
+        found: deque[str] = deque()
+        room = _LEDGERS_BYTES
+        for one in reversed(self.ledgers):
+            room -= len(one)
+            if room < 0:
+                break
+            found.appendleft(one)
+        return list(found)
 
     async def wait_idle(self) -> None:
         """Return once nobody holds a lease."""
@@ -98,6 +110,9 @@ class Service:
         self.owners.end(owner, reason)
         if owner.ended is not None:
             await owner.ended
+
+    def _closed(self, ledger: Ledger) -> None:
+        asyncio.get_running_loop().call_soon(lambda: self.ledgers.append(ledger.to_json()))  # behind the reply, which need not wait for it
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -217,7 +232,7 @@ class Session:
             case "lease" | "warm" if service.is_draining:
                 self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
             case "ledgers":
-                self.say({"id": request_id, "ok": {"value": [json.dumps(one) for one in service.ledgers]}})
+                self.say({"id": request_id, "ok": {"value": service.latest_ledgers()}})
             case _ if isinstance(args, dict):
                 shift_ns = self._shift_ns
                 service.answers.ask(

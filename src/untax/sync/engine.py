@@ -205,8 +205,8 @@ class RemoteEngine(Engine):
     def __init__(self, url: str) -> None:
         self._begin(DirectRemoteEngine(url))
 
-    def warm(self, spec: EnvSpec, *more: Any, **options: Any) -> Any:
-        return self._running().run(self._inner.warm(spec, *more, **options))
+    def warm(self, spec: EnvSpec | None = None, n: int = 1, **options: Any) -> Any:
+        return self._running().run(self._inner.warm(spec, n, **options))
 
     def pools(self) -> Any:
         return self._running().run(self._inner.pools())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import struct
@@ -228,7 +229,8 @@ async def test_an_owner_that_does_not_come_back_loses_its_leases(fake, tmp_path,
         with pytest.raises(untax.SandboxLost):
             await box.run(["true"])
         assert box.ledger.verdict == "infra"
-        [theirs] = service.ledgers
+        await until(lambda: service.ledgers)
+        theirs = json.loads(service.ledgers[0])
         assert theirs["verdict"] == "infra"
         assert "gone" in theirs["reasons"][0]
         await engine.aclose()
@@ -370,7 +372,7 @@ async def test_a_sandbox_that_dies_is_lost_on_both_sides(fake, tmp_path):
         await until(lambda: not fake.live)
         assert service.leases == 1  # until it is given up
     assert box.ledger.verdict == "infra"
-    assert service.ledgers[-1]["verdict"] == "infra"
+    assert json.loads(service.ledgers[-1])["verdict"] == "infra"
 
 
 async def test_a_failed_reset_loses_the_box(fake, tmp_path):
@@ -381,7 +383,7 @@ async def test_a_failed_reset_loses_the_box(fake, tmp_path):
         with pytest.raises(untax.SandboxLost, match="its reset failed"):
             await box.run(["true"])
         del fake.failures["open_channel"]
-    assert service.ledgers[-1]["verdict"] == box.ledger.verdict == "infra"
+    assert json.loads(service.ledgers[-1])["verdict"] == box.ledger.verdict == "infra"
     assert not fake.live
 
 
@@ -481,7 +483,7 @@ async def test_requests_that_cannot_be_are_refused_one_by_one(raw_service):
         {"op": "no_such"}, {"op": "__class__"}, {"op": "lease", "args": {"lease": 1}}, {"op": "reset", "args": {"lease": "x", "idle": True}},
         {"op": "lease", "args": {"lease": "l", "spec": "host", "files": {}, "wait_s": None, "ttl_s": 1.0, "snapshot": None}},
         {"op": "lease", "args": {"lease": "l", "spec": untax.EnvSpec(), "files": {}, "wait_s": None, "ttl_s": -1, "snapshot": None}},
-        {"op": "worker", "args": {"lease": "x", "user": 5}}, {"op": "warm", "args": {"spec": untax.EnvSpec(), "more": (), "options": {"os": 1}}},
+        {"op": "worker", "args": {"lease": "x", "user": 5}}, {"op": "warm", "args": {"spec": untax.EnvSpec(), "options": {"os": 1}}},
     ]  # fmt: skip
     for number, request in enumerate(requests, 2):
         raw.send(**{"id": number, "args": {}, **request})

@@ -1,0 +1,141 @@
+"""Several processes and engines on one host: they share one store, and what one client makes another can use."""
+
+import asyncio
+import os
+from dataclasses import replace
+
+import pytest
+from tests import hostview, servers
+from tests.enginehost import engine_host
+from tests.images import small_image
+from tests.serving import serving
+
+import untax
+from untax import substrates
+
+SPEC = {"setup": ("echo built >made",)}
+
+
+@pytest.fixture(autouse=True)
+def namespace():
+    if reason := substrates.load("namespace").unavailable_reason():
+        pytest.skip(f"namespace: {reason}")
+
+
+@pytest.fixture
+def spec():
+    return untax.EnvSpec(image=small_image("namespace"), **SPEC)
+
+
+@pytest.fixture
+async def served(tmp_path):
+    async with serving(tmp_path) as served:
+        yield served
+
+
+async def test_a_stage_is_built_once_for_all_engines_of_a_state_directory(served, spec, tmp_path):
+    """At the same time by an embedded engine, one in a third process and the server; afterwards nobody builds anything."""
+    state = tmp_path / "state"
+    asked = {"image": spec.image, "setup": list(spec.setup)}
+    async with untax.Engine(state_dir=state) as own, engine_host(state) as host, untax.connect(served.url) as remote:
+        first, second, _ = await asyncio.gather(own.acquire(spec), remote.acquire(spec), host.lease("third", asked))
+        assert await first.read("made") == await second.read("made") == b"built\n"
+        built = [one for one in (first.ledger.stages, second.ledger.stages) if "deps" in one]
+        assert len(built) <= 1
+        async with own.lease(spec) as box, remote.lease(spec) as other:
+            assert (box.ledger.stages, other.ledger.stages) == ({}, {})
+        roots = [(await engine.prepare(spec)).root for engine in (own, remote)]
+        assert roots[0] == roots[1]
+        await asyncio.gather(first.release(), second.release())
+
+
+async def test_an_engine_that_starts_sweeps_only_what_the_dead_left(served, tmp_path):
+    """Beside a live server: a killed engine's sandboxes go, the server's stay."""
+    state = tmp_path / "state"
+    async with untax.connect(served.url) as remote, remote.lease() as box:
+        await box.write("mine", b"1")
+        async with engine_host(state) as host:
+            await host.lease("doomed")
+            dead = [agent.pid for agent in hostview.agents(host.pid)]
+            host.kill()
+            await host.process.wait()
+        async with untax.Engine(state_dir=state) as own, own.lease() as fresh:
+            assert (await fresh.run(["true"])).exit_code == 0
+            assert all([await asyncio.to_thread(hostview.wait_gone, pid, 5) for pid in dead])
+            assert await box.read("mine") == b"1"
+        assert (await box.run(["cat", "mine"])).stdout == b"1"
+        await box.reset()
+        assert await box.list() == []
+    runs = [path.name for path in (state / "namespace").iterdir() if path.name.startswith("engine-")]
+    assert [name.split("-")[1] for name in runs] == [str(served.process.pid)]
+
+
+async def test_a_snapshot_of_one_client_begins_the_boxes_of_another(served):
+    async with untax.connect(served.url) as one, untax.connect(served.url) as two:
+        async with one.lease() as box:
+            await box.write("f", b"shared")
+            snapshot = await box.snapshot()
+            async with two.fork(snapshot.id, 2) as group:
+                assert [await fork.read("f") for fork in group] == [b"shared"] * 2
+            with pytest.raises(untax.UsageError, match="another engine's"):
+                await two.restore(snapshot)
+            await snapshot.save()
+            async with two.restore(snapshot) as other:
+                assert await other.read("f") == b"shared"
+            kept = await box.snapshot()
+        await one.aclose()
+        with pytest.raises(untax.UsageError, match="no saved snapshot"):  # it went with its owner
+            await two.find_snapshot(kept.id)
+        found = await two.find_snapshot(snapshot.id)
+        assert found.is_saved
+        await found.drop()
+        with pytest.raises(untax.UsageError, match="dropped"):
+            await two.restore(found)
+        with pytest.raises(untax.UsageError, match="no saved snapshot"):
+            await two.restore(snapshot.id)
+
+
+async def test_what_is_prepared_is_told_and_stays_until_its_pin_is_closed(served, spec):
+    told = []
+    async with untax.connect(served.url) as engine:
+        prepared = await engine.prepare(spec, progress=lambda *said: told.append(said))
+        assert prepared.stages[-1].name == "deps"
+        assert set(prepared.built) >= {"deps"}
+        assert all(isinstance(what, str) for what, _, _ in told)
+        assert prepared.pin.ids
+        prepared.pin.close()
+        prepared.pin.close()
+        broken = replace(spec, setup=("echo because; exit 3",))
+        with pytest.raises(untax.StageFailed, match="because") as failed:
+            await engine.prepare(broken)
+        assert b"because" in failed.value.log
+
+
+async def test_the_network_is_enforced_and_logged_in_the_client_s_process(served):
+    """And is in the server's account of the rollout too."""
+    with servers.listener() as peer, servers.listener() as other:
+        async with untax.connect(served.url) as engine:
+            async with engine.lease(network=(peer.address,)) as box:
+                reached = await box.shell(
+                    f"curl -s -m 5 http://{peer.address}/; curl -s -m 5 -o /dev/null -w '%{{http_code}}' http://{other.address}/"
+                )
+            [theirs] = await engine.ledgers()
+    assert reached.text == "reached403"
+    assert [(one.port, one.verdict) for one in box.ledger.egress] == [(peer.port, "allowed"), (other.port, "denied")]
+    assert [(one["port"], one["verdict"]) for one in theirs["egress"]] == [(peer.port, "allowed"), (other.port, "denied")]
+
+
+async def test_an_unknown_user_and_a_known_one(served):
+    async with untax.connect(served.url) as engine, engine.lease() as box:
+        with pytest.raises(untax.UsageError, match="user"):
+            await box.run(["true"], user="nobody-of-that-name")
+        if os.geteuid() == 0:
+            assert (await box.run(["id", "-un"], user="root")).text == "root\n"
+
+
+async def test_files_that_are_too_large_for_a_message_name_the_remedy(served):
+    async with untax.connect(served.url) as engine:
+        with pytest.raises(untax.UsageError, match="upload"):
+            await engine.acquire(files={"big": b"x" * (65 << 20)})
+        async with engine.lease(files={"big": b"x" * (20 << 20)}) as box:
+            assert (await box.stat("big")).size == 20 << 20
