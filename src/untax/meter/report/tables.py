@@ -313,7 +313,7 @@ def stalls(view: View) -> Table | None:
         samples = view.run.of(series, view.heaviest, length)
         if samples is None:
             continue
-        found = [project.stall(samples.total, size) for size in project.BATCHES]
+        found = project.stalls(samples.total, project.BATCHES)
         cells = [
             Value(
                 f"{'≥ ' if one.is_floor else ''}{units.seconds(one.slowest.value)}",
