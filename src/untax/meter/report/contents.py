@@ -100,9 +100,9 @@ def _cards(view: View) -> list[Card]:
         cards.append(Card(number, f"of a cold {view.heaviest} episode is tax: not the agent’s own commands"))
     hours = tables.projected(view)
     if hours:
-        number = units.hours(hours[0].hours.value)
-        words = f"of workers for a million trajectories of 150 actions on {hours[0].series}"
-        if len(hours) > 1:
+        number = units.hours(hours[0].hours.value) + (" *" if hours[0].seconds.is_extrapolated else "")
+        words = f"of workers for a million trajectories of 150 actions on {hours[0].series}{' (* extrapolated)' if hours[0].seconds.is_extrapolated else ''}"
+        if len(hours) > 1 and not hours[-1].seconds.interval.overlaps(hours[0].seconds.interval):
             words += f"; {hours[-1].series} adds {units.hours(hours[-1].more_hours)}"
         cards.append(Card(number, words))
     if card := _dispatch_card(view):

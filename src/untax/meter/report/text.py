@@ -59,7 +59,7 @@ def as_summary(contents: Contents) -> str:
     for row in contents.summary.rows:
         short.add(*(str(cell) for cell in row))
     warnings = [finding for finding in contents.findings if finding.level == "warn"]
-    lines = [as_text(short)]
+    lines = [as_text(short), *(note for note in contents.summary.notes if note.startswith(("*", "†")))]
     lines += [f"! {finding.name}: {finding.found}" for finding in warnings[:5]]
     if len(warnings) > 5:
         lines.append(f"! and {len(warnings) - 5} more: see the report")
