@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 from untax.meter import units
@@ -19,6 +21,7 @@ FEWEST_TRIALS = 5
 RESOLUTION = 50
 """Durations below so many span costs are below resolution."""
 
+_CHANCE = 0.05  # that a run without drift is said to have some
 _DRIFT_SHARE = 0.05  # of the median; less is lost among the other 95 %
 _DRIFT_DELTA = 0.33  # Cliff's delta from which an effect is called medium
 _FEWEST_FOR_DRIFT = 15  # five in a third
@@ -148,14 +151,15 @@ def _too_few(run: Gathered) -> Iterator[Finding]:
 
 def _drift(run: Gathered) -> Iterator[Finding]:
     found = {}
-    for samples in run.cases.values():
-        if samples.n < _FEWEST_FOR_DRIFT:
-            continue
+    long = [samples for samples in run.cases.values() if samples.n >= _FEWEST_FOR_DRIFT]
+    # Of a hundred cases five would look as if they had drifted by chance alone, so the more there are, the more is asked of each.
+    least_z = NormalDist().inv_cdf(1 - _CHANCE / 2 / max(1, len(long)))
+    for samples in long:
         in_order = [total for _, total in sorted(zip(samples.order, samples.total, strict=True))]
         third = samples.n // 3
         change = difference(in_order[:third], in_order[-third:])
-        is_large = abs(change.ratio - 1) > _DRIFT_SHARE and abs(change.delta) > _DRIFT_DELTA
-        if is_large and change.is_told_apart:
+        z = abs(change.delta) / math.sqrt((2 * third + 1) / (3 * third * third))  # of the rank-sum test
+        if abs(change.ratio - 1) > _DRIFT_SHARE and abs(change.delta) > _DRIFT_DELTA and z > least_z:
             found[str(samples.case)] = change.ratio
     if found:
         worst = max(found, key=lambda case: abs(found[case] - 1))

@@ -50,6 +50,8 @@ class Contents:
     conditions: Table | None
     cases: Table
     pairs: Table
+    against: Table | None = None
+    """Beside another run, where one was named."""
     facts: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -59,11 +61,12 @@ class Contents:
     def all_tables(self) -> list[Table]:
         """Everything that becomes a CSV file."""
         found = [self.summary, *self.paper, self.differences, self.pairs, self.cases, *self.sensitivity]
-        found += [table for table in (self.stalls, self.conditions) if table is not None]
+        found += [table for table in (self.stalls, self.conditions, self.against) if table is not None]
         return found + [table for figure in self.figures for table in figure.data]
 
 
-def compile_contents(run: Gathered) -> Contents:
+def compile_contents(run: Gathered, against: Gathered | None = None) -> Contents:
+    """Everything that there is to say about a run, and how it agrees with another."""
     view = View(run)
     figures = [module.make(view) for module in FIGURES]
     return Contents(
@@ -79,6 +82,7 @@ def compile_contents(run: Gathered) -> Contents:
         conditions=tables.conditions(view),
         cases=tables.every_case(view),
         pairs=tables.all_pairs(view),
+        against=tables.against(view, against) if against is not None else None,
         facts=_facts(run),
     )
 

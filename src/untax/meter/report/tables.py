@@ -6,8 +6,8 @@ import math
 
 from untax.meter import project, published, units
 from untax.meter.checks import RESOLUTION, narrowing
-from untax.meter.gather import Samples, Series, is_plain
-from untax.meter.stats import Interval, Spread, difference, percentile
+from untax.meter.gather import Gathered, Samples, Series, is_plain
+from untax.meter.stats import Interval, Spread, difference, of_ordered, percentile, percentile_interval
 from untax.meter.table import Cell, Table, Value
 from untax.meter.view import View, column
 
@@ -336,6 +336,34 @@ def stalls(view: View) -> Table | None:
         "trials, so slower ones than were measured are to be expected."
     )
     return table if table.rows else None
+
+
+def against(view: View, other: Gathered) -> Table:
+    """The cases that two runs have in common: whether they agree within their intervals."""
+    table = Table(
+        "against",
+        f"Beside run {other.run.run}",
+        ["case", "n", "p50 here", "p50 there", "here ÷ there", "agree?"],
+    )
+    agreed = 0
+    for case, samples in sorted(view.run.cases.items(), key=lambda one: str(one[0])):
+        there = other.cases.get(case)
+        if not samples.n or there is None or not there.n:
+            continue
+        found = difference(there.total, samples.total)
+        mine, theirs = sorted(samples.total), sorted(there.total)
+        agreed += not found.is_told_apart
+        table.add(
+            str(case),
+            Value(f"{samples.n} / {there.n}", samples.n),
+            Value(units.seconds(of_ordered(mine, 50)), of_ordered(mine, 50), units.between(percentile_interval(mine, 50))),
+            Value(units.seconds(of_ordered(theirs, 50)), of_ordered(theirs, 50), units.between(percentile_interval(theirs, 50))),
+            Value(units.times(found.ratio), found.ratio, units.between(found.ratio_interval, units.times)),
+            "no" if found.is_told_apart else "yes",
+        )
+    share = f"{agreed} of {len(table.rows)} cases agree within their intervals; of runs that measure the same, about one case in twenty does not."
+    table.notes.append(share if table.rows else "The two runs have no case in common.")
+    return table
 
 
 def every_case(view: View) -> Table:
