@@ -25,6 +25,7 @@ PROGRAMS = (
     "crash",
     "cycles",
     "fleet",
+    "report",
 )
 QUICK = {
     "cold_create": 50,
@@ -41,6 +42,7 @@ QUICK = {
     "crash": 1,
     "cycles": 200,
     "fleet": 2000,
+    "report": 20_000,
 }
 
 

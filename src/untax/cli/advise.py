@@ -110,8 +110,9 @@ def _text(advice: Advice, rollouts: Rollouts, unknown: list[str]) -> str:
     table = Table(
         "advice",
         f"Rollouts of {rollouts.length:g} actions, {rollouts.parallel} at once, isolation {rollouts.isolation} or stronger; best by {advice.by} first",
-        ["", "isolation", "pool", "found", "a rollout", "tax", "cost of 1,000", "n"],
+        ["", "isolation", "pool", "found", "a rollout", "tax", "cost of 1,000", "by cost", "by time", "n"],
     )
+    ranks = {name: sorted(advice.options, key=key) for name, key in (("cost", lambda one: one.cost), ("time", lambda one: one.seconds))}
     for option in advice.options[:_SHOWN]:
         table.add(
             option.profile.name,
@@ -121,6 +122,7 @@ def _text(advice: Advice, rollouts: Rollouts, unknown: list[str]) -> str:
             Value(units.seconds(option.seconds), option.seconds, units.between(option.interval)),
             units.share(option.tax_share),
             units.money(option.cost * 1000, "").strip(),
+            *(f"{ranks[name].index(option) + 1}." for name in ("cost", "time")),
             str(option.profile.n),
         )
     if any(option.is_assumed for option in advice.options):

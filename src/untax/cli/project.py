@@ -191,7 +191,7 @@ def _stalls(arguments: argparse.Namespace, run: Gathered, tier: str) -> tuple[Ta
         samples = run.of(series, tier, length)
         if samples is None:
             continue
-        found = [project.stall(samples.total, size) for size in sizes]
+        found = project.stalls(samples.total, sizes)
         cells = [
             Value(f"{'≥ ' if one.is_floor else ''}{units.seconds(one.slowest.value)}", one.slowest.value, units.share(one.waiting))
             for one in found

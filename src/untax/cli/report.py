@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="where to (default: `report` beside the records)")
     parser.add_argument("--tier", action="append", metavar="T", help="only this one (repeatable)")
     parser.add_argument("--substrate", action="append", metavar="NAME", help="only this one (repeatable)")
+    parser.add_argument("--against", metavar="RUN", help="also say whether the cases that another run has too agree with it")
     parser.add_argument("--png", action="store_true", help="demand PNG pictures (default: where the extra untax[png] is installed)")
 
 
@@ -37,7 +38,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
             substrates=arguments.substrate or (),
             tell=lambda done, of: progress("reading records", done, of),
         )
-    contents = compile_contents(run)
+        other = gather(Path(arguments.against)) if arguments.against else None
+    contents = compile_contents(run, other)
     out = Path(arguments.out) if arguments.out else run.path.parent / "report"
     files = report.write_contents(contents, out, png=True if arguments.png else None)
     if arguments.json:
@@ -52,10 +54,13 @@ def carry_out(arguments: argparse.Namespace) -> int:
             "trials": run.trials,
             "complete": run.end is not None and not run.truncated,
             "findings": findings,
+            "disagreeing": [str(row[0]) for row in contents.against.rows if row[-1] == "no"] if contents.against else None,
             "missing_figures": [figure.name for figure in contents.figures if figure.draw is None],
         }
         print(json.dumps(document))
         return 0
     print("\n".join(one_line(line) for line in as_summary(contents).splitlines()))
+    if contents.against is not None:
+        print(one_line(contents.against.notes[0]))
     print(files[0])
     return 0

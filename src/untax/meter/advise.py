@@ -250,6 +250,8 @@ def _reasons(options: Sequence[Option], rollouts: Rollouts, by: By) -> list[str]
         found.append(
             "No warm start was measured on it: the pool is taken to hide create and ready, and nothing else. Measure it: `untax bench` with warm cases."
         )
+    if best.pool and profile.warm_note:
+        found.append(f"The warm sandboxes of its trials were {profile.warm_note}, so what a lease from a pool costs is not in its start.")
     if profile.knee and rollouts.parallel > profile.knee:
         found.append(
             f"On the machine of this run more than {profile.knee} at once brought no more rollouts per second: {math.ceil(rollouts.parallel / profile.knee)} such machines."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 from untax.meter import units
@@ -19,10 +21,12 @@ FEWEST_TRIALS = 5
 RESOLUTION = 50
 """Durations below so many span costs are below resolution."""
 
+_CHANCE = 0.05  # that a run without drift is said to have some
 _DRIFT_SHARE = 0.05  # of the median; less is lost among the other 95 %
 _DRIFT_DELTA = 0.33  # Cliff's delta from which an effect is called medium
 _FEWEST_FOR_DRIFT = 15  # five in a third
 _BUSY_LOAD = 0.5  # runnable tasks for each core before the run
+_NAMED = 3  # cases that a finding names in its sentence
 _STOLEN = 0.01  # of all processor time
 _TICK_NS = 10_000_000  # what /proc/stat counts in, on every Linux that we know
 _NOISY = 1.25  # p99 ÷ p50 of a probe that does the same work again and again
@@ -67,12 +71,16 @@ def _is_whole(run: Gathered) -> Iterator[Finding]:
 
 
 def _gaps(run: Gathered) -> Iterator[Finding]:
+    by_reason: dict[str, list[str]] = {}
     for gap in run.gaps:
-        what = str(gap.case) if gap.case else gap.substrate
-        missing = f" ({gap.trials_missing} trials)" if gap.trials_missing else ""
-        yield Finding(
-            "gap", "warn", f"{what}{missing} is missing: {gap.reason}", "run that case again; it is marked as a gap meanwhile", (what,)
-        )
+        samples = run.cases.get(gap.case) if gap.case else None
+        missing = f", {gap.trials_missing} trials missing" if gap.trials_missing else ""
+        what = f"{gap.case or gap.substrate}{f' (has {samples.n}{missing})' if samples else ''}"
+        by_reason.setdefault(gap.reason, []).append(what)
+    remedy = "give them more time or mend the cause, and run them again; what there is of them is shown with its n"
+    for reason, cases in by_reason.items():
+        more = f" and {len(cases) - _NAMED} more" if len(cases) > _NAMED else ""
+        yield Finding("gap", "warn", f"{', '.join(cases[:_NAMED])}{more}: {reason}", remedy, tuple(cases))
 
 
 def _noisy_host(run: Gathered) -> Iterator[Finding]:
@@ -82,14 +90,16 @@ def _noisy_host(run: Gathered) -> Iterator[Finding]:
     if cores and load is not None and load > _BUSY_LOAD * cores:
         remedy = "stop what else runs, or use a machine that nobody else works on, and run again"
         yield Finding("busy host", "warn", f"the load was {load:.2f} on {cores:g} cores before the run began", remedy)
+    noisy = []
     for when, facts in (("before", host), ("after", run.end.host if run.end else {})):
         probe = facts.get("noise_probe")
         if isinstance(probe, Mapping):
             median, tail = (_number(probe, f"{name}_ns") for name in ("p50", "p99"))
             if median and tail and tail > _NOISY * median:
-                remedy = "look for other work, frequency scaling and a hypervisor's neighbours; read medians rather than tails until then"
-                said = f"the noise probe's p99 was {tail / median:.2f} × its median {when} the run"
-                yield Finding("noisy host", "warn", said, remedy)
+                noisy.append(f"{tail / median:.2f} × its median {when} the run")
+    if noisy:
+        remedy = "look for other work, frequency scaling and a hypervisor's neighbours; read medians rather than tails until then"
+        yield Finding("noisy host", "warn", f"the p99 of a probe that does the same again and again was {' and '.join(noisy)}", remedy)
     yield from _stolen(run)
     clock = host.get("clock")
     if isinstance(clock, Mapping) and clock.get("ok") is False:
@@ -141,14 +151,15 @@ def _too_few(run: Gathered) -> Iterator[Finding]:
 
 def _drift(run: Gathered) -> Iterator[Finding]:
     found = {}
-    for samples in run.cases.values():
-        if samples.n < _FEWEST_FOR_DRIFT:
-            continue
+    long = [samples for samples in run.cases.values() if samples.n >= _FEWEST_FOR_DRIFT]
+    # Of a hundred cases five would look as if they had drifted by chance alone, so the more there are, the more is asked of each.
+    least_z = NormalDist().inv_cdf(1 - _CHANCE / 2 / max(1, len(long)))
+    for samples in long:
         in_order = [total for _, total in sorted(zip(samples.order, samples.total, strict=True))]
         third = samples.n // 3
         change = difference(in_order[:third], in_order[-third:])
-        is_large = abs(change.ratio - 1) > _DRIFT_SHARE and abs(change.delta) > _DRIFT_DELTA
-        if is_large and change.is_told_apart:
+        z = abs(change.delta) / math.sqrt((2 * third + 1) / (3 * third * third))  # of the rank-sum test
+        if abs(change.ratio - 1) > _DRIFT_SHARE and abs(change.delta) > _DRIFT_DELTA and z > least_z:
             found[str(samples.case)] = change.ratio
     if found:
         worst = max(found, key=lambda case: abs(found[case] - 1))

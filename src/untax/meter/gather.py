@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from untax.core.errors import UsageError
 from untax.meter.record import METRICS, PARTS, Batch, Case, End, Gap, Reader, RecordError, Resume, Run, Trial
@@ -228,7 +229,7 @@ def _take(samples: Samples, trial: Trial) -> None:
     samples.unattributed.append(abs(parts["unattributed"]) / max(_UNATTRIBUTED_SHARE * total, _UNATTRIBUTED_NS))
     if len(samples.total) == 1:  # the trials of a case have these in common
         samples.limits.add(_facts(trial.limits))
-        samples.software.add(_facts({name: value for name, value in trial.software.items() if name != "stages"}))
+        samples.software.add(_facts(_identity(trial.software)))
         samples.detail = {str(name): str(value) for name, value in trial.substrate_detail.items()}
 
 
@@ -242,6 +243,13 @@ def _note(found: Gathered, record: object) -> None:
         found.resumes.append(record)
     elif isinstance(record, End):
         found.end = record
+
+
+def _identity(software: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes two substrates run the same software; where it lay before is the substrate's business."""
+    found = {name: software[name] for name in ("image", "workload") if name in software}
+    repo = software.get("repo")
+    return {**found, "commit": repo.get("commit", "") if isinstance(repo, Mapping) else repo} if repo else found
 
 
 def _facts(values: object) -> str:

@@ -35,6 +35,8 @@ class Profile:
     warm_s: float | None = None
     """From asking for a warm one until a command could run; None where no warm start was measured."""
     warm_end_s: float | None = None
+    warm_note: str = ""
+    """What the record says about where the warm one came from."""
     own_by_tier: Mapping[str, float] = field(default_factory=dict)
     spread: Interval = field(default_factory=lambda: Interval(1.0, 1.0))
     """Of the mean total, as a multiple of it: 95 %."""
@@ -96,6 +98,7 @@ def _profile(run: Gathered, series: Series, samples: Samples, isolation: str, kn
         reset_s=parts["reset"] or None,
         warm_s=sum(warm_parts[name] for name in ("queue", "create", "ready", "setup")) if warm_parts else None,
         warm_end_s=warm_parts["cleanup"] if warm_parts else None,
+        warm_note=warm.detail.get("warm", "") if warm else "",
         own_by_tier={
             tier: one.parts["action"] / one.actions
             for tier in run.tiers

@@ -21,6 +21,7 @@ STEPS = (10, 25, 50, 100, 150, 200, 300)
 BATCHES = (8, 32, 128, 512)
 
 _DRAWS = 500
+_STALL_DRAWS = 200
 _MOST_RESAMPLED = 2000
 _SEED = 20260702
 _PER_ACTION = ("action", "dispatch", "observe", "unattributed")
@@ -235,19 +236,26 @@ class Stall:
     """The batch has more rollouts than there were trials: slower ones than were ever measured are to be expected."""
 
 
-def stall(samples: Sequence[float], batch: int) -> Stall:
+def stalls(samples: Sequence[float], batches: Sequence[int]) -> list[Stall]:
     """From measured durations of rollouts; a sample is as likely as any other to be a rollout of the batch."""
     ordered = sorted(samples)
     n = len(ordered)
-    slowest = _expected_slowest(ordered, batch)
+    mean = math.fsum(ordered) / n
     rng = random.Random(_SEED)
     drawn = min(n, _MOST_RESAMPLED)
-    draws = [_expected_slowest(sorted(rng.choices(ordered, k=drawn)), batch) for _ in range(200)]
+    draws: list[list[float]] = [[] for _ in batches]
+    for _ in range(_STALL_DRAWS):
+        resample = sorted(rng.choices(ordered, k=drawn))
+        for values, batch in zip(draws, batches, strict=True):
+            values.append(_expected_slowest(resample, batch))
     # Fewer than all were drawn from very many; what they vary by shrinks with the root of how many there are.
     shrink = math.sqrt(drawn / n)
-    interval = interval_of([slowest + shrink * (draw - slowest) for draw in draws])
-    mean = math.fsum(ordered) / n
-    return Stall(batch, Estimate(slowest, interval), 1 - mean / slowest if slowest else 0.0, batch > n)
+    found = []
+    for values, batch in zip(draws, batches, strict=True):
+        slowest = _expected_slowest(ordered, batch)
+        interval = interval_of([slowest + shrink * (draw - slowest) for draw in values])
+        found.append(Stall(batch, Estimate(slowest, interval), 1 - mean / slowest if slowest else 0.0, batch > n))
+    return found
 
 
 def _expected_slowest(ordered: Sequence[float], batch: int) -> float:

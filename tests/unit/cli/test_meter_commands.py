@@ -108,3 +108,19 @@ def test_a_substrate_that_is_not_installed_is_left_out_until_its_level_is_said(r
     assert "--isolation-of" in capsys.readouterr().err
     assert main(["advise", run_dir, "--isolation", "vm", "--isolation-of", "vm=vm", "--json"]) == 0
     assert {option["substrate"] for option in json.loads(capsys.readouterr().out)["options"]} == {"vm"}
+
+
+def test_two_runs_of_the_same_agree_and_a_slower_one_does_not(tmp_path, capsys):
+    cases = [case for case in records.plain_cases() if case.substrate in ("process", "namespace")]
+    for seed in (1, 2):
+        records.write(tmp_path / str(seed) / "records.jsonl", records.whole_run(cases, 20, seed=seed))
+    slower = [records.a_run(), *(records.a_trial(cases[0], n, profile=records.Profile(1, 1, 1, 1)) for n in range(20))]
+    records.write(tmp_path / "slower" / "records.jsonl", slower)
+
+    def disagreeing(other):
+        assert main(["report", str(tmp_path / "1"), "--against", str(tmp_path / other), "--out", str(tmp_path / "out"), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["disagreeing"]
+
+    assert len(disagreeing("2")) <= 2
+    assert disagreeing("slower") == [str(cases[0])]
+    assert "agree within" in (tmp_path / "out" / "report.html").read_text()

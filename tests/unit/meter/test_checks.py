@@ -131,3 +131,16 @@ def test_a_gap_that_does_not_narrow_is_said(tmp_path):
         trials += quiet(case=plain) + [longer(trial, factor) for trial in quiet(case=slow)]
     said = found(tmp_path, [records.a_run(), *trials, END])
     assert "T0" in said["gap does not narrow"].found
+
+
+def test_many_quiet_cases_do_not_drift_by_chance(tmp_path):
+    """Sixty cases that vary by a fifth: one in twenty such runs may be called drifting, not nearly every one."""
+    called = 0
+    for seed in range(10):
+        rng = random.Random(seed)
+        made = [records.a_run()]
+        for number in range(60):
+            case = Case("process", tier=f"W{number}")
+            made += [longer(records.a_trial(case, n, rng=random.Random(1), order=n), rng.lognormvariate(0, 0.2)) for n in range(30)]
+        called += "drift" in found(tmp_path, [*made, END])
+    assert called <= 2

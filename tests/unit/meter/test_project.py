@@ -133,15 +133,16 @@ def test_the_slowest_of_a_batch_is_the_mean_of_maxima():
     samples = [rng.lognormvariate(0, 0.4) for _ in range(200)]
     played = math.fsum(max(rng.choices(samples, k=16)) for _ in range(4000)) / 4000
 
-    found = project.stall(samples, 16)
+    found, larger = project.stalls(samples, [16, 201])
 
     assert found.slowest.value == pytest.approx(played, rel=0.02)
     assert found.slowest.interval.low < found.slowest.value < found.slowest.interval.high
     assert found.waiting == pytest.approx(1 - (math.fsum(samples) / 200) / found.slowest.value)
-    assert not found.is_floor and project.stall(samples, 201).is_floor
+    assert not found.is_floor and larger.is_floor
+    assert larger.slowest.value > found.slowest.value
 
 
 def test_a_batch_of_one_waits_for_nobody():
-    found = project.stall([1.0, 2.0, 6.0], 1)
+    (found,) = project.stalls([1.0, 2.0, 6.0], [1])
     assert found.slowest.value == pytest.approx(3.0)
     assert found.waiting == pytest.approx(0.0)

@@ -11,7 +11,7 @@ from tests import records
 
 from untax.core.errors import UsageError
 from untax.meter import report
-from untax.meter.figures._svg import NARROW, WIDE, apart, with_colours
+from untax.meter.figures._svg import MARGIN, NARROW, WIDE, apart, with_colours
 from untax.meter.gather import gather
 from untax.meter.record import Case, Gap
 from untax.meter.report.contents import FIGURES, compile_contents
@@ -189,3 +189,21 @@ def test_every_figure_has_a_size(run_dir, width):
     for figure in compile_contents(gather(run_dir)).figures:
         canvas = figure.draw(width)
         assert canvas.width == width and canvas.height > 60
+
+
+def test_pictures_for_slides_are_as_large_as_they_say(run_dir, tmp_path):
+    """PNG files begin as such, and are drawn at twice the size for sharp screens."""
+    pytest.importorskip("resvg_py", reason="resvg: not installed")
+    files = report.write(run_dir, tmp_path, png=True)
+    pictures = [file for file in files if file.suffix == ".png"]
+    assert len(pictures) == len(FIGURES)
+    for file in pictures:
+        data = file.read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n" and int.from_bytes(data[16:20]) == 2 * (WIDE + 2 * MARGIN)
+
+
+def test_png_without_the_extra_names_it(run_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(report._png, "is_there", lambda: False)
+    with pytest.raises(UsageError, match=r"untax\[png\]"):
+        report.write(run_dir, tmp_path, png=True)
+    assert not any(file.suffix == ".png" for file in report.write(run_dir, tmp_path))

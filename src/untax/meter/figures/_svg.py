@@ -14,6 +14,7 @@ from html import escape
 from untax.meter.view import Style
 
 WIDE, NARROW = 840, 358
+MARGIN, _TITLE = 20, 28  # of a picture that stands alone
 
 SERIES = (
     ("#2463ae", "#74adf2"), ("#c24d17", "#f28b4f"), ("#18805a", "#4fc492"), ("#8a45b5", "#c896ea"), ("#94760f", "#dcbc4a"),
@@ -51,7 +52,7 @@ CSS = f":root{{{_variables(0)}}}@media (prefers-color-scheme:dark){{:root{{{_var
 """The colours, for a page."""
 SHAPES = (
     f"svg.figure{{font-family:{_FONT};font-size:12px}}svg.figure text{{fill:var(--ink)}}svg.figure .muted{{fill:var(--muted)}}"
-    "svg.figure .small{font-size:11px}svg.figure .strong{font-weight:600}svg.figure .end{text-anchor:end}svg.figure .middle{text-anchor:middle}"
+    "svg.figure .title{font-size:16px;font-weight:600}svg.figure .small{font-size:11px}svg.figure .strong{font-weight:600}svg.figure .end{text-anchor:end}svg.figure .middle{text-anchor:middle}"
     "svg.figure .halo{paint-order:stroke;stroke:var(--paper);stroke-width:5px;stroke-linejoin:round}"
     "svg.figure .grid{stroke:var(--grid)}svg.figure .axis{stroke:var(--axis)}"
 )
@@ -128,12 +129,15 @@ class Canvas:
         return self._svg(label, kind, "")
 
     def file(self, label: str) -> str:
-        """As a file of its own."""
-        ground = '<rect width="100%" height="100%" style="fill:var(--paper)"/>'
-        return self._svg(label, "", f"<style>{CSS}{SHAPES}</style>{ground}") + "\n"
+        """As a file of its own, with a title and a margin."""
+        box = (-MARGIN, -MARGIN - _TITLE, self.width + 2 * MARGIN, self.height + 2 * MARGIN + _TITLE)
+        ground = f'<rect x="{box[0]}" y="{box[1]}" width="100%" height="100%" style="fill:var(--paper)"/>'
+        title = f'<text x="0" y="{6 - _TITLE}" class="title">{escape(label)}</text>'
+        return self._svg(label, "", f"<style>{CSS}{SHAPES}</style>{ground}{title}", box) + "\n"
 
-    def _svg(self, label: str, kind: str, first: str) -> str:
-        size = f'width="{self.width:g}" height="{self.height:.0f}" viewBox="0 0 {self.width:g} {self.height:.0f}"'
+    def _svg(self, label: str, kind: str, first: str, box: tuple[float, float, float, float] | None = None) -> str:
+        x, y, width, height = box or (0, 0, self.width, self.height)
+        size = f'width="{width:g}" height="{height:.0f}" viewBox="{x:g} {y:g} {width:g} {height:.0f}"'
         names = f"figure {kind}".strip()
         head = f'<svg xmlns="http://www.w3.org/2000/svg" class="{names}" {size} role="img" aria-label="{escape(label)}">'
         return f"{head}{first}{''.join(self._parts)}</svg>"

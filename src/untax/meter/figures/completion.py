@@ -72,7 +72,8 @@ def _panel(
     tails = [middle(length, one) * one.p95 / one.p50 for _, _, points in curves for length, one in points.items() if one.p50]
     top, bottom = y + 22, y + height - 18
     ys = log_scale(values + tails, bottom, top)
-    xs = Scale(lengths[0], max(lengths[-1], lengths[0] * 1.01), x0 + 8, x1 - 12, is_log=True)
+    first = lengths[0] if len(lengths) > 1 else lengths[0] / 2  # a single length lies beside the labels
+    xs = Scale(first, lengths[-1], x0 + 8, x1 - 12, is_log=True)
     canvas.text(x0 - 40 if x0 > 300 else 0, y + 10, title, "muted")
     for tick in ys.ticks(6):
         canvas.line(x0, ys(tick), x1, ys(tick), kind="grid")

@@ -77,10 +77,12 @@ def _gap(canvas: Canvas, lines: list[Line], x: float, ys: Scale) -> None:
     low, high = lines[0][3].hours(_SCALES[-1]).value, lines[-1][3].hours(_SCALES[-1]).value
     if len(lines) < 2 or ys(low) - ys(high) < 8:
         return
+    is_apart = not lines[0][3].interval.overlaps(lines[-1][3].interval)
+    words = f"{units.hours(high - low)} · {units.times(ratio(high, low))}" if is_apart else "not told apart"
     canvas.line(x - 22, ys(low), x - 22, ys(high), "var(--ink)", width=1.2)
     for end in (low, high):
         canvas.line(x - 26, ys(end), x - 18, ys(end), "var(--ink)", width=1.2)
-    canvas.text(x - 30, (ys(low) + ys(high)) / 2 + 4, f"{units.hours(high - low)} · {units.times(ratio(high, low))}", "strong end halo")
+    canvas.text(x - 30, (ys(low) + ys(high)) / 2 + 4, words, "strong end halo")
 
 
 def _label(line: Line) -> str:

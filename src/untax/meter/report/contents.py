@@ -50,6 +50,8 @@ class Contents:
     conditions: Table | None
     cases: Table
     pairs: Table
+    against: Table | None = None
+    """Beside another run, where one was named."""
     facts: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -59,11 +61,12 @@ class Contents:
     def all_tables(self) -> list[Table]:
         """Everything that becomes a CSV file."""
         found = [self.summary, *self.paper, self.differences, self.pairs, self.cases, *self.sensitivity]
-        found += [table for table in (self.stalls, self.conditions) if table is not None]
+        found += [table for table in (self.stalls, self.conditions, self.against) if table is not None]
         return found + [table for figure in self.figures for table in figure.data]
 
 
-def compile_contents(run: Gathered) -> Contents:
+def compile_contents(run: Gathered, against: Gathered | None = None) -> Contents:
+    """Everything that there is to say about a run, and how it agrees with another."""
     view = View(run)
     figures = [module.make(view) for module in FIGURES]
     return Contents(
@@ -79,6 +82,7 @@ def compile_contents(run: Gathered) -> Contents:
         conditions=tables.conditions(view),
         cases=tables.every_case(view),
         pairs=tables.all_pairs(view),
+        against=tables.against(view, against) if against is not None else None,
         facts=_facts(run),
     )
 
@@ -100,9 +104,9 @@ def _cards(view: View) -> list[Card]:
         cards.append(Card(number, f"of a cold {view.heaviest} episode is tax: not the agent’s own commands"))
     hours = tables.projected(view)
     if hours:
-        number = units.hours(hours[0].hours.value)
-        words = f"of workers for a million trajectories of 150 actions on {hours[0].series}"
-        if len(hours) > 1:
+        number = units.hours(hours[0].hours.value) + (" *" if hours[0].seconds.is_extrapolated else "")
+        words = f"of workers for a million trajectories of 150 actions on {hours[0].series}{' (* extrapolated)' if hours[0].seconds.is_extrapolated else ''}"
+        if len(hours) > 1 and not hours[-1].seconds.interval.overlaps(hours[0].seconds.interval):
             words += f"; {hours[-1].series} adds {units.hours(hours[-1].more_hours)}"
         cards.append(Card(number, words))
     if card := _dispatch_card(view):

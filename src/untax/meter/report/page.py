@@ -38,7 +38,7 @@ def _body(contents: Contents) -> Iterator[str]:
     yield "<header><h1>The rollout infrastructure tax, measured here</h1>"
     host = run.run.host
     machine = ", ".join(str(host[name]) for name in ("cpu", "kernel") if host.get(name))
-    yield f'<p class="lead">{run.trials:,} trials in {len(run.cases)} cases, begun {escape(run.run.started_at.replace("T", " ", 1))}{escape(f" on {machine}" if machine else "")}.</p>'
+    yield f'<p class="lead">{run.trials:,} trials in {len(run.cases)} cases, begun {escape(_instant(run.run.started_at))}{escape(f" on {machine}" if machine else "")}.</p>'
     yield "</header>"
     if contents.cards:
         cards = "".join(f'<div class="card"><b>{escape(card.number)}</b><span>{escape(card.words)}</span></div>' for card in contents.cards)
@@ -69,7 +69,7 @@ def _checks(contents: Contents) -> Iterator[str]:
             items = "<br>".join(escape(case) for case in finding.cases)
             cases = f"<details><summary>{len(finding.cases)} cases</summary>{items}</details>"
         yield (
-            f'<li class="{finding.level}"><b>{escape(finding.name)}:</b> {_with_code(finding.found)}.<small>{_with_code(finding.remedy)}.</small>{cases}</li>'
+            f'<li class="is-{finding.level}"><b>{escape(finding.name)}:</b> {_with_code(finding.found)}.<small>{_with_code(finding.remedy)}.</small>{cases}</li>'
         )
     yield "</ul></section>"
 
@@ -99,7 +99,7 @@ def _scale(contents: Contents) -> Iterator[str]:
         yield "<h2>Worker-hours by length and scale</h2><p>From 10 to 300 actions and from ten thousand to ten million trajectories, with 95 % intervals.</p>"
         for table in contents.sensitivity:
             yield f"<details><summary>{escape(table.title)}</summary>{as_html(table)}</details>"
-    for further in (contents.stalls, contents.conditions):
+    for further in (contents.stalls, contents.conditions, contents.against):
         if further is not None:
             yield _table(further)
     yield "</section>"
@@ -116,6 +116,11 @@ def _behind(contents: Contents) -> Iterator[str]:
     yield f"<details><summary>Every case ({len(contents.cases.rows)})</summary>{as_html(contents.cases)}</details></section>"
     span = units.seconds(contents.run.run.span_cost_ns * 1e-9)
     yield f"<footer>Written by <code>untax report</code> from {contents.run.records:,} records. Opening and closing a span cost {span} on this machine.</footer>"
+
+
+def _instant(text: str) -> str:
+    """An instant to the minute; what is none stays as it is."""
+    return f"{text[:10]} {text[11:16]} UTC" if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*Z", text) else text
 
 
 def _with_code(text: str) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from untax.meter import project, published, units
-from untax.meter.checks import narrowing
-from untax.meter.gather import Samples, Series, is_plain
-from untax.meter.stats import Interval, Spread, difference, percentile
+from untax.meter.checks import RESOLUTION, narrowing
+from untax.meter.gather import Gathered, Samples, Series, is_plain
+from untax.meter.stats import Interval, Spread, difference, of_ordered, percentile, percentile_interval
 from untax.meter.table import Cell, Table, Value
 from untax.meter.view import View, column
 
@@ -26,19 +26,20 @@ def summary(view: View) -> Table:
         ["", f"start {lightest} p50", "p95", "SD", f"tax of {view.heaviest}", f"{published.STEPS} actions", "worker-hours / 1 M", "failed"],
     )
     hours = {one.series: one for one in projected(view)}
+    least_s = RESOLUTION * view.run.run.span_cost_ns * 1e-9
     for series in view.series:
         light, heavy = view.run.of(series, lightest), view.run.of(series, view.heaviest)
         start = view.spread(light, "first_command") if light else None
         one = hours.get(series)
-        mark = "extrapolated, " if one and one.seconds.is_extrapolated else ""
+        beyond = " *" if one and one.seconds.is_extrapolated else ""
         table.add(
             str(series),
-            *_start(start),
+            *_start(start, least_s),
             Value(units.share(heavy.tax_share), heavy.tax_share, f"n {heavy.n}") if heavy else _NONE,
-            Value(units.seconds(one.seconds.value), one.seconds.value, f"{units.between(one.seconds.interval)}\n{mark}n {one.n}")
+            Value(units.seconds(one.seconds.value) + beyond, one.seconds.value, f"{units.between(one.seconds.interval)}\nn {one.n}")
             if one
             else _NONE,
-            Value(units.hours(one.hours.value), one.hours.value, f"{units.between(one.hours.interval, units.hours)}\nn {one.n}")
+            Value(units.hours(one.hours.value) + beyond, one.hours.value, f"{units.between(one.hours.interval, units.hours)}\nn {one.n}")
             if one
             else _NONE,
             _failed(view, series),
@@ -47,16 +48,23 @@ def summary(view: View) -> Table:
         f"Start: asking for a sandbox until its first command could run ({lightest}). Tax: share of a {view.heaviest} episode that is not the agent’s own commands. "
         f"Small: 95 % bootstrap intervals and the number of trials."
     )
+    text = " ".join(str(cell) for row in table.rows for cell in row)
+    if " *" in text:
+        measured = ", ".join(map(str, view.lengths())) or "the tier itself"
+        table.notes.append(f"* extrapolated: no trajectory of {published.STEPS} actions was measured (only {measured}).")
+    if " †" in text:
+        table.notes.append(f"† below resolution: under {RESOLUTION} × what a span costs here. Not to be compared.")
     return table
 
 
-def _start(start: Spread | None) -> tuple[Cell, Cell, Cell]:
+def _start(start: Spread | None, least_s: float) -> tuple[Cell, Cell, Cell]:
     if start is None:
         return _NONE, _NONE, _NONE
+    mark = " †" if start.p50 < least_s else ""
     return (
-        Value(units.seconds(start.p50), start.p50, f"{units.between(start.p50_interval)}\nn {start.n}"),
-        Value(units.seconds(start.p95), start.p95, f"{units.between(start.p95_interval)}\nn {start.n}"),
-        Value(units.seconds(start.sd), start.sd, f"{units.between(start.sd_interval)}\nn {start.n}"),
+        Value(units.seconds(start.p50) + mark, start.p50, f"{units.between(start.p50_interval)}\nn {start.n}"),
+        Value(units.seconds(start.p95) + mark, start.p95, f"{units.between(start.p95_interval)}\nn {start.n}"),
+        Value(units.seconds(start.sd) + mark, start.sd, f"{units.between(start.sd_interval)}\nn {start.n}"),
     )
 
 
@@ -313,7 +321,7 @@ def stalls(view: View) -> Table | None:
         samples = view.run.of(series, view.heaviest, length)
         if samples is None:
             continue
-        found = [project.stall(samples.total, size) for size in project.BATCHES]
+        found = project.stalls(samples.total, project.BATCHES)
         cells = [
             Value(
                 f"{'≥ ' if one.is_floor else ''}{units.seconds(one.slowest.value)}",
@@ -328,6 +336,34 @@ def stalls(view: View) -> Table | None:
         "trials, so slower ones than were measured are to be expected."
     )
     return table if table.rows else None
+
+
+def against(view: View, other: Gathered) -> Table:
+    """The cases that two runs have in common: whether they agree within their intervals."""
+    table = Table(
+        "against",
+        f"Beside run {other.run.run}",
+        ["case", "n", "p50 here", "p50 there", "here ÷ there", "agree?"],
+    )
+    agreed = 0
+    for case, samples in sorted(view.run.cases.items(), key=lambda one: str(one[0])):
+        there = other.cases.get(case)
+        if not samples.n or there is None or not there.n:
+            continue
+        found = difference(there.total, samples.total)
+        mine, theirs = sorted(samples.total), sorted(there.total)
+        agreed += not found.is_told_apart
+        table.add(
+            str(case),
+            Value(f"{samples.n} / {there.n}", samples.n),
+            Value(units.seconds(of_ordered(mine, 50)), of_ordered(mine, 50), units.between(percentile_interval(mine, 50))),
+            Value(units.seconds(of_ordered(theirs, 50)), of_ordered(theirs, 50), units.between(percentile_interval(theirs, 50))),
+            Value(units.times(found.ratio), found.ratio, units.between(found.ratio_interval, units.times)),
+            "no" if found.is_told_apart else "yes",
+        )
+    share = f"{agreed} of {len(table.rows)} cases agree within their intervals; of runs that measure the same, about one case in twenty does not."
+    table.notes.append(share if table.rows else "The two runs have no case in common.")
+    return table
 
 
 def every_case(view: View) -> Table:

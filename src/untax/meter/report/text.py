@@ -40,7 +40,7 @@ def _lines(contents: Contents, pictures: dict[str, str]) -> Iterator[str]:
         yield "\n## Worker-hours by length and scale"
         for table in contents.sensitivity:
             yield f"\n### {markdown_escape(table.title)}\n\n{as_markdown(table)}"
-    for further in (contents.stalls, contents.conditions):
+    for further in (contents.stalls, contents.conditions, contents.against):
         if further is not None:
             yield from _section(further)
     yield "\n## How it was measured\n"
@@ -59,7 +59,7 @@ def as_summary(contents: Contents) -> str:
     for row in contents.summary.rows:
         short.add(*(str(cell) for cell in row))
     warnings = [finding for finding in contents.findings if finding.level == "warn"]
-    lines = [as_text(short)]
+    lines = [as_text(short), *(note for note in contents.summary.notes if note.startswith(("*", "†")))]
     lines += [f"! {finding.name}: {finding.found}" for finding in warnings[:5]]
     if len(warnings) > 5:
         lines.append(f"! and {len(warnings) - 5} more: see the report")
