@@ -24,6 +24,8 @@ PROGRAMS = (
     "crash",
     "cycles",
     "fleet",
+    "trajectory",
+    "meter",
 )
 QUICK = {
     "cold_create": 50,
@@ -39,6 +41,8 @@ QUICK = {
     "crash": 1,
     "cycles": 200,
     "fleet": 2000,
+    "trajectory": 1,
+    "meter": 2,
 }
 
 

@@ -6,9 +6,10 @@ import pytest
 from tests.unit.meter.benching import Bench, plan
 
 from untax.core.errors import CreateError, SandboxLost, SubstrateUnavailable
+from untax.meter import run as runs
 from untax.meter import summary
 from untax.meter.record import Batch, End, Gap, RecordError, Resume, Run, Trial
-from untax.testing import FakeExit, FakeSubstrate
+from untax.testing import FakeClock, FakeExit, FakeSubstrate
 
 
 async def test_every_trial_is_a_record_and_the_last_line_says_that_it_is_whole(tmp_path):
@@ -229,22 +230,38 @@ async def test_an_image_is_dropped_before_each_trial_that_wants_it_absent(tmp_pa
     assert dropped == ["host"] * 4
 
 
-async def test_a_time_box_drops_and_names_what_it_cannot_give_five_trials(tmp_path):
-    def slow(*_):
-        import time
+async def test_a_time_box_drops_and_names_what_it_cannot_give_five_trials(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
 
-        time.sleep(0.05)
+    def slow(*_):
+        clock.advance(1.0)
         return FakeExit()
 
-    fake = FakeSubstrate(programs={"true": slow})
-    bench = Bench(tmp_path, {"fake": fake}, plan(works=(("W", 0), ("W", 4)), trials=10, budget_s=0.9))
+    fake = FakeSubstrate(programs={"true": slow})  # once in the tier itself, twice in the trajectory of four
+    bench = Bench(tmp_path, {"fake": fake}, plan(works=(("W", 0), ("W", 4)), trials=10, budget_s=16.0))
     await bench.run()
 
     counted = {length: sum(t.case.length == length and not t.warmup for t in bench.records(Trial)) for length in (0, 4)}
-    assert counted[0] >= 5
-    assert counted[4] == 0
+    assert counted == {0: 10, 4: 0}
     assert [gap.case.length for gap in bench.records(Gap)] == [4]
-    assert "time box of 0.9 s" in bench.records(Gap)[0].reason
+    assert "time box of 16 s" in bench.records(Gap)[0].reason
+
+
+async def test_a_time_box_gives_everybody_five_before_it_gives_anybody_more(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(1.0)
+        return FakeExit()
+
+    bench = Bench(tmp_path, {"fake": FakeSubstrate(programs={"true": slow})}, plan(works=(("W", 0), ("W", 4)), trials=10, budget_s=24.0))
+    await bench.run()
+
+    counted = {length: sum(t.case.length == length and not t.warmup for t in bench.records(Trial)) for length in (0, 4)}
+    assert counted == {0: 6, 4: 6}  # the probe 1 s, the warm-up 3 s, each round 3 s: six of them come to 22 s
+    assert not bench.records(Gap)
 
 
 async def test_records_that_can_no_longer_be_written_end_the_run_with_words(tmp_path, monkeypatch):
