@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks import _measure
@@ -98,7 +98,7 @@ def _is_warm_enough(row: Row) -> bool:
 # ---- the plain script ----
 
 
-def _scripted(script: dict[str, object], place: Path, cpus: float | None) -> float:
+def _scripted(script: Mapping[str, object], place: Path, cpus: float | None) -> float:
     """Run the script in a process of its own and give the seconds that it took, its own start left out."""
     with tempfile.TemporaryDirectory(prefix="untax-script-", dir=place) as scratch, _limited(cpus) as group:
         given = json.dumps({**script, "directory": f"{scratch}/work", "group": group})
