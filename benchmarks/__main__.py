@@ -26,6 +26,8 @@ PROGRAMS = (
     "cycles",
     "fleet",
     "report",
+    "trajectory",
+    "meter",
 )
 QUICK = {
     "cold_create": 50,
@@ -43,6 +45,8 @@ QUICK = {
     "cycles": 200,
     "fleet": 2000,
     "report": 20_000,
+    "trajectory": 1,
+    "meter": 2,
 }
 
 

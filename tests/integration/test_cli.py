@@ -130,25 +130,6 @@ def test_doctor_does_not_call_usable_what_cannot_make_a_sandbox(tmp_path):
     assert all(not one["usable"] and one["reason"] for one in json.loads(done.stdout)["substrates"])
 
 
-def test_bench_says_before_its_trials_that_they_cannot_be_kept(on_process):
-    done = untax("bench", *on_process, "--trials", "100000", "--out", "/dev/null/results")
-
-    assert (done.returncode, "--out" in done.stderr) == (2, True)
-
-
-def test_bench_interleaves_and_keeps_its_records(on_process, tmp_path):
-    done = untax("bench", *on_process, "--trials", "3", "--warmup", "1", "--actions", "2", "--seed", "5", "--json", "--out", str(tmp_path))
-    document = json.loads(done.stdout)
-
-    assert document["seed"] == 5
-    assert document["cases"]["process"]["action"]["count"] == 3
-    assert document["cases"]["process"]["first_command"]["ratio"] > 0
-    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert len(records) == 6
-    assert (tmp_path / "cost.svg").read_text().startswith("<svg")
-    assert "× native" in untax("bench", *on_process, "--trials", "2", "--warmup", "0", "--actions", "1").stdout
-
-
 def test_every_command_and_exit_code_is_documented():
     text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
 

@@ -19,6 +19,7 @@ from typing import Literal
 from untax.channel import wire
 from untax.channel.wire import Reader
 from untax.core.errors import SandboxLost
+from untax.core.result import CommandResult
 from untax.core.spec import EnvSpec, Limits
 from untax.core.stream import Receiver
 from untax.core.substrate import Facts, Unenforced
@@ -82,7 +83,7 @@ class FakeSubstrate:
     """`log` has every step in order; `live` the sandboxes that were created and not destroyed.
 
     `failures[step]` is raised at a step (`create`, `wait_ready`, `open_channel`, `destroy`), `gates[step]` is waited for
-    before it.
+    before it. With `incumbent`, sandboxes also have the incumbent path.
     """
 
     name = "fake"
@@ -95,8 +96,10 @@ class FakeSubstrate:
         programs: Mapping[str, Program] | None = None,
         unenforced: tuple[Unenforced, ...] = (),
         unavailable: str | None = None,
+        incumbent: bool = False,
     ) -> None:
         self.isolation = isolation
+        self.incumbent = incumbent
         self.programs = {**PROGRAMS, **(programs or {})}
         self.unenforced = unenforced
         self.unavailable = unavailable
@@ -119,7 +122,8 @@ class FakeSubstrate:
     async def create(self, spec: EnvSpec) -> FakeSandbox:
         await self.step("create")
         self.specs.append(spec)
-        sandbox = FakeSandbox(self, f"fake-{len(self.sandboxes)}", spec)
+        kind = FakeIncumbent if self.incumbent else FakeSandbox
+        sandbox = kind(self, f"fake-{len(self.sandboxes)}", spec)
         self.sandboxes.append(sandbox)
         self.live.add(sandbox.id)
         return sandbox
@@ -188,6 +192,21 @@ class FakeSandbox:
         """As when the cell is killed: the stream ends without a word."""
         assert self.cell is not None
         self.cell.close()
+
+
+class FakeIncumbent(FakeSandbox):
+    """One that also takes commands one exec at a time. Its bash runs the command behind the meter's wrapper, and tells its time."""
+
+    async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:  # noqa: ARG002
+        words = list(argv[4:]) if argv[0] == "bash" else list(argv)
+        await self._substrate.step(f"exec {' '.join(words)}")
+        if self.id not in self._substrate.live:
+            raise SandboxLost(self.id, "it was destroyed")
+        program = self._substrate.programs.get(words[0])
+        ended = program(words, {}, b"") if program else FakeExit(127)
+        assert ended is not None, "a command that hangs has no incumbent form here"
+        stderr = ended.stderr + f"\nuntax-inside 1000 {1000 + int(ended.wall_s * 1e6)}\n".encode()
+        return CommandResult(ended.code, ended.stdout, stderr)
 
 
 class FakeCell:

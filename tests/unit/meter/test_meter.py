@@ -1,59 +1,51 @@
-"""Plans, percentiles and the figure are pure; the host check reads and never fails."""
+"""The host check reads and never fails; the conditions of a run are measured; percentiles are pure."""
 
 import math
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import pytest
-
-from untax.core.errors import UsageError
-from untax.meter import host
-from untax.meter.figures import cost
-from untax.meter.plan import NATIVE, Plan
-from untax.meter.run import METRICS, Trial, summaries
-from untax.meter.stats import percentile, summarise
-
-
-def test_the_same_seed_gives_the_same_order():
-    plan = Plan((NATIVE, "a", "b"), trials=5, warmup=1, seed=7)
-
-    assert plan.order() == Plan((NATIVE, "a", "b"), trials=5, warmup=1, seed=7).order()
-    assert plan.order() != Plan((NATIVE, "a", "b"), trials=5, warmup=1, seed=8).order()
-
-
-def test_each_round_has_every_case_once():
-    order = Plan((NATIVE, "a", "b"), trials=4, warmup=2).order()
-
-    for number in range(-2, 4):
-        assert sorted(case for n, case in order if n == number) == ["a", "b", NATIVE]
-
-
-def test_a_plan_of_nothing_is_refused():
-    for fields in ({"cases": ()}, {"cases": ("a",), "trials": 0}, {"cases": ("a",), "actions": 0}):
-        with pytest.raises(UsageError):
-            Plan(**fields)
+from untax.meter import conditions, host
+from untax.meter.stats import percentile
 
 
 def test_percentiles_interpolate():
     assert percentile([1.0, 2.0, 3.0, 4.0], 50) == 2.5
     assert percentile([5.0], 95) == 5.0
     assert math.isnan(percentile([], 50))
-    assert summarise([2.0, 4.0], [1.0]).ratio == 3.0
 
 
-def test_failed_trials_do_not_count_as_fast_ones():
-    trials = [Trial(0, NATIVE, dict.fromkeys(METRICS, 1.0)), Trial(0, "a", dict.fromkeys(METRICS, 2.0)), Trial(1, "a", error="x")]
+def test_the_facts_of_a_host_are_json_and_name_what_a_reader_must_know():
+    facts = host.facts()
 
-    table = summaries(trials)
-    assert table["a"]["action"].count == 1
-    assert table["a"]["action"].ratio == 2.0
+    assert {"kernel", "cpu", "cores", "memory_mib", "python", "untax", "load"} <= facts.keys()
+    assert facts["cores"] >= 1
+    assert len(facts["load"]) == 3
 
 
-def test_the_figure_is_well_formed_whatever_the_cases_are_called():
-    table = summaries([Trial(0, "<a&b>", dict.fromkeys(METRICS, 0.002)), Trial(0, NATIVE, dict.fromkeys(METRICS, 0.001))])
+def test_the_noise_probe_orders_its_percentiles():
+    probe = conditions.noise_probe(samples=50)
 
-    root = ET.fromstring(cost.draw(table, title="T0 <&>"))
-    assert root.tag.endswith("svg")
+    assert 0 < probe["p50_ns"] <= probe["p95_ns"] <= probe["p99_ns"] <= probe["max_ns"]
+
+
+def test_a_span_costs_something_and_less_than_an_action():
+    assert 0 < conditions.span_cost_ns(spans=200) < 1_000_000
+
+
+def test_a_clock_that_runs_evenly_is_found_well(monkeypatch):
+    monkeypatch.setattr(conditions.time, "time_ns", conditions.time.monotonic_ns)
+
+    found = conditions.ClockCheck().report()
+    assert found["ok"], found
+
+
+def test_a_wall_clock_that_is_set_meanwhile_is_said(monkeypatch):
+    check = conditions.ClockCheck()
+    real = conditions.time.time_ns
+    monkeypatch.setattr(conditions.time, "time_ns", lambda: real() + 3_600_000_000_000)
+
+    found = check.report()
+    assert not found["ok"]
+    assert "apart" in found["reason"]
 
 
 def test_the_host_check_says_something_about_everything(tmp_path):

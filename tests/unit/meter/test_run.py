@@ -1,0 +1,310 @@
+"""Carrying a plan out on fakes: a failing trial is a record, a substrate that vanishes a gap, and nothing measured is ever lost."""
+
+import asyncio
+
+import pytest
+from tests.unit.meter.benching import Bench, plan
+
+from untax.core.errors import CreateError, SandboxLost, SubstrateUnavailable
+from untax.meter import run as runs
+from untax.meter import summary
+from untax.meter.record import Batch, End, Gap, RecordError, Resume, Run, Trial
+from untax.testing import FakeClock, FakeExit, FakeSubstrate
+
+
+async def test_every_trial_is_a_record_and_the_last_line_says_that_it_is_whole(tmp_path):
+    bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(works=(("W", 0), ("W", 4))))
+    await bench.run()
+
+    records = bench.records()
+    assert isinstance(records[0], Run)
+    assert isinstance(records[-1], End)
+    trials = bench.records(Trial)
+    assert sorted((t.case.length, t.trial, t.warmup) for t in trials) == sorted(
+        (length, number, warmup) for length in (0, 4) for number, warmup in ((0, True), (0, False), (1, False), (2, False))
+    )
+    assert [t.order for t in trials] == list(range(8))
+    assert all(t.outcome == "ok" and t.limits["cpus"] == 1.0 and t.software["image"] == "host" for t in trials)
+    assert {t.actions for t in trials if t.case.length == 4} == {4}
+
+
+async def test_substrates_are_interleaved(tmp_path):
+    bench = Bench(tmp_path, {"a": FakeSubstrate(), "b": FakeSubstrate()}, plan(substrates=("a", "b"), trials=12, seed=3))
+    await bench.run()
+
+    names = "".join(t.case.substrate for t in bench.records(Trial))
+    assert names.count("a") == names.count("b") == 13
+    assert names not in ("ab" * 13, "ba" * 13)
+    assert "aaa" not in names.replace("bb", "b")
+
+
+async def test_a_failing_trial_is_a_record_and_the_others_go_on(tmp_path):
+    fake = FakeSubstrate()
+    counted = iter(range(1000))
+    fake.programs["true"] = lambda *_: FakeExit(code=int(next(counted) == 3), stderr=b"bad luck")
+    bench = Bench(tmp_path, {"fake": fake}, plan(trials=4))
+    done = await bench.run()
+
+    outcomes = [t.outcome for t in bench.records(Trial)]
+    assert sorted(outcomes) == ["failed", *["ok"] * 4]
+    failed = next(t for t in bench.records(Trial) if t.outcome == "failed")
+    assert failed.error == {"type": "Unexpected", "message": failed.error["message"]}
+    assert "bad luck" in failed.error["message"]
+    assert failed.total_ns > 0
+    assert done.failed == bench.records(End)[0].failed == 1
+
+
+async def test_a_failure_that_may_pass_is_tried_again_and_its_time_is_kept(tmp_path):
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(trials=2, retries=2))
+    create, counted = fake.create, iter(range(1000))
+
+    async def sometimes(spec):
+        if next(counted) in (3, 4):  # after the probe, the warm-up and its reset: both retries of one trial
+            raise CreateError("", "busy")
+        return await create(spec)
+
+    fake.create = sometimes
+    await bench.run()
+
+    again = [t for t in bench.records(Trial) if t.attempts > 1]
+    assert [(t.outcome, t.attempts) for t in again] == [("ok", 3)]
+    assert again[0].wasted_ns > 0
+    assert again[0].worker_ns == again[0].total_ns + again[0].wasted_ns
+
+
+async def test_a_substrate_that_vanishes_half_way_is_a_gap_and_the_others_go_on(tmp_path):
+    going, staying = FakeSubstrate(), FakeSubstrate()
+    bench = Bench(tmp_path, {"going": going, "staying": staying}, plan(substrates=("going", "staying"), trials=6))
+
+    def tell(done, *_):
+        if done == 6:
+            going.unavailable = "its daemon is gone"
+            going.failures["create"] = SubstrateUnavailable("", "its daemon is gone")
+
+    bench._hooks["tell"] = tell
+    await bench.run()
+
+    (gap,) = bench.records(Gap)
+    assert (gap.substrate, gap.case) == ("going", None)
+    assert "vanished half-way: its daemon is gone" in gap.reason
+    trials = bench.records(Trial)
+    assert sum(t.case.substrate == "staying" and not t.warmup for t in trials) == 6
+    had = sum(t.case.substrate == "going" and not t.warmup for t in trials)
+    assert 0 < had < 6
+    assert gap.trials_missing == 6 - had
+    assert bench.records(End)
+
+
+async def test_a_substrate_that_only_fails_is_given_up_after_a_while(tmp_path):
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(trials=50))
+    bench._hooks["tell"] = lambda *_: fake.failures.update(wait_ready=SandboxLost("", "dead"))
+    await bench.run()
+
+    assert "in a row" in bench.records(Gap)[0].reason
+    assert len(bench.records(Trial)) < 10
+
+
+async def test_a_substrate_that_cannot_be_had_at_all_is_a_gap(tmp_path):
+    bad = FakeSubstrate(unavailable="no such engine")
+    bench = Bench(tmp_path, {"bad": bad, "good": FakeSubstrate()}, plan(substrates=("bad", "good")))
+    await bench.run()
+
+    assert [(gap.substrate, "no such engine" in gap.reason) for gap in bench.records(Gap)] == [("bad", True)]
+    assert {t.case.substrate for t in bench.records(Trial)} == {"good"}
+    assert any("no such engine" in line for line in bench.said)
+
+
+async def test_interrupted_it_keeps_what_is_done_and_goes_on_where_it_stopped(tmp_path):
+    fake = FakeSubstrate()
+    a_plan = plan(trials=8, works=(("W", 0), ("W", 4)), seed=11)
+    whole = Bench(tmp_path / "whole", {"fake": FakeSubstrate()}, a_plan)
+    await whole.run()
+    cut = Bench(tmp_path / "cut", {"fake": fake}, a_plan)
+    task = asyncio.ensure_future(cut.run())
+    cut._hooks["tell"] = lambda done, *_: task.cancel() if done == 7 else None
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    kept = len(cut.records(Trial))
+    assert not fake.live
+
+    cut._hooks.clear()
+    await cut.resume()
+
+    def done(bench):
+        return [(t.case, t.trial, t.warmup) for t in bench.records(Trial)]
+
+    assert 7 <= kept < len(done(whole))
+    assert done(cut) == done(whole)  # the same order, none twice, none missing
+    assert len(cut.records(Resume)) == len(cut.records(End)) == 1
+    assert [t.order for t in cut.records(Trial)] == list(range(len(done(cut))))
+
+
+async def test_a_trial_that_is_cut_off_gives_its_sandbox_back(tmp_path):
+    fake = FakeSubstrate(programs={"echo": lambda *_: None})
+    bench = Bench(tmp_path, {"fake": fake}, plan())
+    task = asyncio.ensure_future(bench.run())
+    while not any(step.startswith("spawn echo") for step in fake.log):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert not fake.live
+    assert fake.log[-1] == "aclose"
+    assert not bench.records(Trial)
+
+
+async def test_rollouts_at_once_are_trials_and_a_batch(tmp_path):
+    bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(concurrency=(1, 4), trials=8))
+    await bench.run()
+
+    batches = [batch for batch in bench.records(Batch) if not batch.warmup]
+    assert [(batch.rollouts, batch.failed, batch.case.concurrency) for batch in batches] == [(4, 0, 4)] * 2
+    assert all(batch.wall_ns > 0 for batch in batches)
+    numbers = sorted(t.trial for t in bench.records(Trial) if t.case.concurrency == 4 and not t.warmup)
+    assert numbers == list(range(8))
+
+
+async def test_rollouts_wait_for_a_worker_and_that_is_queue(tmp_path):
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(concurrency=(4,), trials=4, warmup=0, workers=1))
+    await bench.run()
+
+    # One after the other: each had destroyed its sandbox and its successor before the next was created.
+    lives = [step for step in fake.log if step in ("create", "destroy")]
+    assert lives == ["create", "destroy"] + ["create", "create", "destroy", "destroy"] * 4
+    waits = sorted(t.parts_ns["queue"] for t in bench.records(Trial))
+    assert waits[0] < waits[-1]
+
+
+async def test_concurrency_climbs_until_throughput_grows_no_more(tmp_path):
+    bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(concurrency=(1, 2), trials=4, knee=True))
+    await bench.run()
+
+    levels = sorted({batch.case.concurrency for batch in bench.records(Batch)})
+    assert levels[:2] == [2, 8]
+    assert any("the knee is at about" in line for line in bench.said) or levels[-1] == 512
+
+
+async def test_warm_trials_say_what_kept_them_warm(tmp_path):
+    bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(warmth=("cold", "warm")))
+    await bench.run()
+
+    for trial in bench.records(Trial):
+        assert ("warm" in trial.substrate_detail) == (trial.case.warmth == "warm")
+
+
+async def test_the_incumbent_path_is_a_row_of_its_own_where_there_is_one(tmp_path):
+    both, one = FakeSubstrate(incumbent=True), FakeSubstrate()
+    bench = Bench(tmp_path, {"both": both, "one": one}, plan(substrates=("both", "one"), paths=("channel", "incumbent")))
+    await bench.run()
+
+    assert {(t.case.substrate, t.case.path) for t in bench.records(Trial)} == {
+        ("both", "channel"), ("both", "incumbent"), ("one", "channel"),
+    }  # fmt: skip
+    assert not bench.records(Gap)
+
+
+async def test_an_image_that_is_never_absent_is_a_gap(tmp_path):
+    bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(images=("present", "absent")))
+    await bench.run()
+
+    (gap,) = bench.records(Gap)
+    assert gap.case.image == "absent"
+    assert "cannot drop an image" in gap.reason
+
+
+async def test_an_image_is_dropped_before_each_trial_that_wants_it_absent(tmp_path):
+    fake = FakeSubstrate()
+    dropped = []
+
+    async def forget_image(spec):
+        dropped.append(spec.image)
+
+    fake.forget_image = forget_image
+    bench = Bench(tmp_path, {"fake": fake}, plan(images=("absent",)))
+    await bench.run()
+
+    assert dropped == ["host"] * 4
+
+
+async def test_a_time_box_drops_and_names_what_it_cannot_give_five_trials(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(1.0)
+        return FakeExit()
+
+    fake = FakeSubstrate(programs={"true": slow})  # once in the tier itself, twice in the trajectory of four
+    bench = Bench(tmp_path, {"fake": fake}, plan(works=(("W", 0), ("W", 4)), trials=10, budget_s=16.0))
+    await bench.run()
+
+    counted = {length: sum(t.case.length == length and not t.warmup for t in bench.records(Trial)) for length in (0, 4)}
+    assert counted == {0: 10, 4: 0}
+    assert [gap.case.length for gap in bench.records(Gap)] == [4]
+    assert "time box of 16 s" in bench.records(Gap)[0].reason
+
+
+async def test_a_time_box_gives_everybody_five_before_it_gives_anybody_more(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(1.0)
+        return FakeExit()
+
+    bench = Bench(tmp_path, {"fake": FakeSubstrate(programs={"true": slow})}, plan(works=(("W", 0), ("W", 4)), trials=10, budget_s=24.0))
+    await bench.run()
+
+    counted = {length: sum(t.case.length == length and not t.warmup for t in bench.records(Trial)) for length in (0, 4)}
+    assert counted == {0: 6, 4: 6}  # the probe 1 s, the warm-up 3 s, each round 3 s: six of them come to 22 s
+    assert not bench.records(Gap)
+
+
+async def test_records_that_can_no_longer_be_written_end_the_run_with_words(tmp_path, monkeypatch):
+    import errno
+    import os
+
+    from untax.meter.journal import Journal
+
+    real, written = Journal._write_all, []
+
+    def write_all(descriptor, line):
+        written.append(line)
+        if len(written) == 5:  # the first time that the disk is full; the reserve makes room for the same line again
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(descriptor, line)
+
+    monkeypatch.setattr(Journal, "_write_all", staticmethod(write_all))
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(trials=20))
+    with pytest.raises(RecordError, match=r"the disk is full.*--resume"):
+        await bench.run()
+
+    assert not fake.live
+    kept = bench.records(Trial)
+    assert [t.order for t in kept] == list(range(4))  # the one that met the full disk is there
+
+    await bench.resume()
+    assert len(bench.records(Trial)) == 21
+
+
+async def test_the_summary_counts_failures_and_marks_what_is_below_resolution(tmp_path):
+    fake = FakeSubstrate()
+    counted = iter(range(1000))
+    fake.programs["echo"] = lambda *_: FakeExit(code=int(next(counted) == 2))
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("cold", "warm"), trials=3))
+    await bench.run()
+
+    found = summary.summarise(bench.out / "records.jsonl")
+    assert sum(row.failed for row in found.rows.values()) == 1
+    assert sum(len(row.total) for row in found.rows.values()) == 5
+    assert found.unattributed_p95 <= 1
+    text = "\n".join(summary.lines(found))
+    assert "a span costs" in text
+    assert "*" in text  # a box that was held is there at once
+    rows = summary.as_json(found)["cases"]
+    assert [row["below_resolution"] for row in rows if row["case"]["warmth"] == "warm"] == [True]
