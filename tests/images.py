@@ -158,7 +158,19 @@ def build_tools(root: Path) -> None:
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     library = Path(sysconfig.get_paths()["stdlib"])
     where = root / "usr/local/lib" / version
-    unwanted = ("__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter", "site-packages", "dist-packages", "config-*", "*.a")
+    unwanted = (
+        "__pycache__",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "tkinter",
+        "site-packages",
+        "dist-packages",
+        "config-*",
+        "*.a",
+    )
     shutil.copytree(library, where, ignore=shutil.ignore_patterns(*unwanted), symlinks=True)
     # pip as a package of its own: from the wheel that every Python carries, wherever its distribution put that.
     wheel = next(iter([*library.glob("ensurepip/_bundled/pip-*.whl"), *Path("/usr/share/python-wheels").glob("pip-*.whl")]), None)

@@ -72,7 +72,9 @@ def make(
     for name, count in (("starts", starts), ("keep_images", keep_images)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"{name} must be a whole number from 1, not {count!r}")
-    return ContainerSubstrate(chosen_state_dir(state_dir), engine, socket, runtime, starts, require_duration("answer_s", answer_s), keep_images)
+    return ContainerSubstrate(
+        chosen_state_dir(state_dir), engine, socket, runtime, starts, require_duration("answer_s", answer_s), keep_images
+    )
 
 
 class ContainerSubstrate:
@@ -166,17 +168,17 @@ class ContainerSubstrate:
         try:
             await self._sweep()
         except Refused as exc:
-            raise SubstrateUnavailable("", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?") from exc
+            raise SubstrateUnavailable(
+                "", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?"
+            ) from exc
 
     async def _sweep(self) -> None:
         """Remove what dead engines with this state directory left in the container engine."""
         left: dict[str, list[str]] = {}
         for one in await self._list({STATE_LABEL: str(self._state_dir)}):
             left.setdefault((one.get("Labels") or {}).get(OWNER_LABEL, ""), []).append(one["Id"])
-        dead: list[str] = []
-        await asyncio.to_thread(sweep, self._root, lambda path: (dead.append(path.name), remove_tree(path)))
-        gone = {owner for owner in left if not (self._root / owner).is_dir()}
-        for owner in gone.union(dead) & set(left):
+        await asyncio.to_thread(sweep, self._root, remove_tree)  # the directories of the dead; ours and other living ones' stay
+        for owner in [owner for owner in left if not owner or not (self._root / owner).is_dir()]:
             log.info("removing %d containers of the engine %s, which is no more", len(left[owner]), owner)
             await self._remove_all(left[owner])
 
@@ -215,7 +217,9 @@ class ContainerSubstrate:
         for pause_s in (0.0, _SETTLE_S):
             await asyncio.sleep(pause_s)
             with contextlib.suppress(BackendError, Refused):
-                unknown = [one["Id"] for one in await self._list(self._labels) if (one.get("Labels") or {}).get(SANDBOX_LABEL) not in self._live]
+                unknown = [
+                    one["Id"] for one in await self._list(self._labels) if (one.get("Labels") or {}).get(SANDBOX_LABEL) not in self._live
+                ]
                 await self._remove_all(unknown)
 
     # ---- images ----
@@ -283,12 +287,22 @@ class ContainerSubstrate:
     async def _ask_for(self, wanted: Wanted) -> Any:
         if self.api.engine == "docker":
             return await self.api.ask("POST", "/containers/create", docker_body(wanted, self._profile), query={"name": wanted.name})
-        return await self.api.ask("POST", "/containers/create", podman_body(wanted, str(self._profile_path)), native=True)
+        made = await self.api.ask("POST", "/containers/create", podman_body(wanted, str(self._profile_path)), native=True)
+        if self._runtime is not None:
+            await self._require_runtime(made["Id"])
+        return made
+
+    async def _require_runtime(self, container: str) -> None:
+        """Some Podmans take the service's own without a word: a boundary is never weaker than its name."""
+        has = (await self.api.ask("GET", f"/containers/{container}/json", native=True)).get("OCIRuntime")
+        if has != self._runtime:
+            await remove_container(self.api, container)
+            raise UsageError(f"runtime {self._runtime!r}: podman gave {has!r}; start its service with --runtime {self._runtime}")
 
     def _create_error(self, sandbox_id: str, image: str, exc: Refused) -> Exception:
         if "runtime" in exc.words.lower() and self._runtime is not None:
             return UsageError(f"runtime {self._runtime!r}: {exc.words}; `{self.api.engine} info` lists those that the engine knows")
-        if exc.status == 404:
+        if exc.status == 404 or "image not known" in exc.words:
             return CreateError(sandbox_id, f"the engine has the image {image[:19]} no more: {exc.words}; the next lease makes it anew")
         return CreateError(sandbox_id, f"{self.api.engine}: {exc}")
 
