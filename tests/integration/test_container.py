@@ -10,11 +10,11 @@ import subprocess
 import tarfile
 
 import pytest
-from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.enginehost import engine_host
-from tests.images import small_directory, tools_directory
+from tests.engines_fixture import docker, podman  # noqa: F401
+from tests.images import small_directory
 from tests.registries import MACHINE
-from tests.variants import Variant, options_of, socket_of
+from tests.variants import Variant, options_of
 
 import untax
 from untax import substrates
@@ -61,14 +61,24 @@ async def test_a_container_is_made_as_the_threat_list_has_it(engine):
     """By its own engine's account, and not by what was asked for."""
     async with engine.lease(SMALL, limits=untax.Limits(memory_mib=128, pids=40, cpus=0.5)) as box:
         found = await inspected(engine, box)
-        facts = await box.shell("cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null; ls -A /sys/class/net")
+        facts = await box.shell(
+            "cat /sys/fs/cgroup/memory/memory.limit_in_bytes /sys/fs/cgroup/memory.max 2>/dev/null; ls -A /sys/class/net"
+        )
     host = found["HostConfig"]
 
     assert host["NetworkMode"] == "none"
     assert not host["Privileged"]
     assert not host["Binds"]
     assert host["AutoRemove"]
-    assert {name.removeprefix("CAP_") for name in host["CapAdd"]} <= {"CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETGID", "SETUID", "SETPCAP"}
+    assert {name.removeprefix("CAP_") for name in host["CapAdd"]} <= {
+        "CHOWN",
+        "DAC_OVERRIDE",
+        "FOWNER",
+        "FSETID",
+        "SETGID",
+        "SETUID",
+        "SETPCAP",
+    }
     assert host["Memory"] == 128 << 20
     assert host["PidsLimit"] == 42
     assert facts.text.split()[:1] == [str(128 << 20)]
@@ -191,7 +201,7 @@ async def test_an_image_for_another_processor_is_refused_with_the_remedy(engine,
 
 
 async def test_a_missing_image_is_told(engine, api):
-    with pytest.raises(untax.StageFailed, match="has no image tests/missing; .* pull"):
+    with pytest.raises(untax.StageFailed, match=r"has no image tests/missing; .* pull"):
         await engine.acquire(untax.EnvSpec(image=f"{api.engine}:tests/missing", isolation="container"))
     for name in ("--privileged", ";reboot", "../../info", "a b"):
         with pytest.raises(untax.UsageError):
@@ -203,7 +213,12 @@ async def test_chains_are_taken_in_once_and_share_their_layers(engine, api, tmp_
     (tmp_path / "origin").mkdir()
 
     def git(*argv):
-        done = subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin", *argv], check=True, capture_output=True, text=True)
+        done = subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", tmp_path / "origin", *argv],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         return done.stdout.strip()
 
     git("init", "-q")

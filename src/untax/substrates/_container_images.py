@@ -121,6 +121,10 @@ class EngineImages:
             if isinstance(line, dict) and line.get("error"):
                 raise StageUnavailable("image", f"{self._api.engine} did not take the image in: {line['error']}")
 
+    async def discard(self, image: str) -> None:
+        with contextlib.suppress(Refused):  # not there, or in use
+            await self._api.ask("DELETE", f"/images/{image}", query={"force": "false"})
+
     # ---- inside ----
 
     def _tag(self, key: str) -> str:

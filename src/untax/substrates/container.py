@@ -27,6 +27,7 @@ from untax.core.stage import WORKDIR
 from untax.core.substrate import Unenforced
 from untax.substrates._container_api import EngineApi, EngineKind, Refused, find_socket, socket_trouble
 from untax.substrates._container_body import Wanted, docker_body, podman_body
+from untax.substrates._container_evidence import lines_about
 from untax.substrates._container_images import EngineImages, Export
 from untax.substrates._container_sandbox import ContainerSandbox, remove_container
 from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, sweep
@@ -138,7 +139,7 @@ class ContainerSubstrate:
         found = self._find()
         if isinstance(found, str):
             return []
-        return [f"{found[0]} at {found[1]}"]
+        return lines_about(*found)
 
     # ---- its life ----
 
@@ -240,6 +241,9 @@ class ContainerSubstrate:
     async def take_in(self, key: str, root: Root, export: Export) -> Root:
         assert self._holding is not None
         return await self.images.take_in(key, root, export, self._holding.path)
+
+    async def discard(self, root: Root) -> None:
+        await self.images.discard(root.layers[-1])
 
     # ---- sandboxes ----
 

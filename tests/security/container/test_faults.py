@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import tempfile
 import time
 from pathlib import Path
@@ -105,9 +104,10 @@ async def own_docker(request):
 
 
 async def test_c8_an_engine_that_is_killed_and_started_anew_is_used_again(request, tmp_path):
-    async with own_docker(request) as daemon, untax.Engine(
-        "container", state_dir=tmp_path / "state", engine="docker", socket=str(daemon.socket), answer_s=5
-    ) as engine:
+    async with (
+        own_docker(request) as daemon,
+        untax.Engine("container", state_dir=tmp_path / "state", engine="docker", socket=str(daemon.socket), answer_s=5) as engine,
+    ):
         box = await engine.acquire(SPEC)
         running = asyncio.create_task(box.run(["sleep", "60"]))
         await box.run(["true"])

@@ -133,7 +133,9 @@ def test_what_stands_in_the_way_is_said_with_its_remedy(tmp_path):
     assert substrate.evidence() == []
 
 
-@pytest.mark.parametrize("options", [{"engine": "rkt"}, {"socket": "relative"}, {"starts": 0}, {"starts": True}, {"keep_images": 0}, {"answer_s": 0}])
+@pytest.mark.parametrize(
+    "options", [{"engine": "rkt"}, {"socket": "relative"}, {"starts": 0}, {"starts": True}, {"keep_images": 0}, {"answer_s": 0}]
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(UsageError):
         container.make(**options)

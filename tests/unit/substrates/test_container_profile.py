@@ -67,7 +67,9 @@ def test_limits_are_one_s_own():
     assert verdict("personality", 0x40000) != 0
 
 
-WANTED = Wanted("sbx-1", "sha256:x", "1000", ["/workspace"], {"untax.owner": "me"}, Limits(cpus=0.5, memory_mib=64, disk_mib=10, pids=7), None, True)
+WANTED = Wanted(
+    "sbx-1", "sha256:x", "1000", ["/workspace"], {"untax.owner": "me"}, Limits(cpus=0.5, memory_mib=64, disk_mib=10, pids=7), None, True
+)
 
 
 def test_both_engines_are_asked_for_the_same():
