@@ -169,6 +169,11 @@ class Warehouse:
         await asyncio.to_thread(remove)
         return True
 
+    async def discard(self, spec: EnvSpec) -> None:
+        """What a substrate took in for `spec`, where it takes things in: for who leaves nothing behind."""
+        if isinstance(self._grounds, Imports):
+            await self._grounds.discard(spec)
+
     def forget(self, request: Request) -> None:
         if self._grounds is not None and request.snapshot is None and request.ground is None:
             self._grounds.forget(request.spec)

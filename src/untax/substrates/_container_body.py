@@ -92,6 +92,7 @@ def docker_body(wanted: Wanted, profile: Mapping[str, Any]) -> dict[str, Any]:
         "AttachStdout": True,
         "AttachStderr": True,
         "Healthcheck": {"Test": ["NONE"]},
+        "StopSignal": "SIGKILL",  # as the first process the cell is deaf to others, and an engine would wait for it
         "HostConfig": host,
     }
 
@@ -117,6 +118,7 @@ def podman_body(wanted: Wanted, profile_path: str) -> dict[str, Any]:
         "init": False,
         "systemd": "false",
         "stop_timeout": 0,
+        "stop_signal": 9,
         "log_configuration": {"driver": "none"},
         "healthconfig": {"Test": ["NONE"]},
         "netns": {"nsmode": "none"},
