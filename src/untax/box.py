@@ -30,6 +30,7 @@ from untax.core.ledger import ActionRecord, EgressRecord, Ledger
 from untax.core.result import CommandResult
 from untax.core.root import ImageConfig
 from untax.core.stream import ByteStream
+from untax.core.substrate import Sandbox
 
 if TYPE_CHECKING:
     from untax.layers.merged import Change
@@ -73,6 +74,11 @@ class Box(ABC):
     def ledger(self) -> Ledger:
         """Where the time went, and the verdict. Final after `release`."""
         return self._ledger
+
+    @property
+    def sandbox(self) -> Sandbox | None:
+        """The substrate's own object, for whoever measures it: where it is this process's, and until the lease is over."""
+        return None
 
     @property
     @abstractmethod

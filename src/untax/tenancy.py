@@ -55,7 +55,6 @@ class Tenancy(Box):
 
     @property
     def sandbox(self) -> Sandbox | None:
-        """The substrate's own object, for whoever measures it; None once the lease is over. Another one after `reset`."""
         return self._sandbox
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -60,6 +60,11 @@ class PoolStatus:
     waited_s: float
     create_s: float
     bind_s: float
+
+    def __await__(self) -> Generator[None, None, PoolStatus]:
+        """Itself, at once: a server's has to be waited for, and the same line then serves both."""
+        return self
+        yield
 
     @property
     def leases(self) -> int:

@@ -23,7 +23,7 @@ from untax.rollout._trial import Trial, Work
 from untax.rollout.footing import PACKAGES
 from untax.rollout.perform import Done
 from untax.rollout.workload import Action
-from untax.tenancy import environment
+from untax.standby import environment
 
 _ORDINARY = Facts(workdir="/", home="/root", user="root")
 _UPLOAD_S = 600.0

@@ -177,17 +177,11 @@ class Operations:
     # ---- the engine itself ----
 
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        return Outcome({"value": await self._pooled("warm")(args.spec(), **args.mapping("options"))})
+        await self._engine.warm(args.spec(), int(args.number("n")))
+        return Outcome({})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        value = self._pooled("pools")()
-        return Outcome({"value": await value if asyncio.iscoroutine(value) else value})
-
-    def _pooled(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] | None = getattr(self._engine, name, None)
-        if found is None:
-            raise UsageError(f"the server's engine has no {name}()")
-        return found
+        return Outcome({"status": self._engine.pools().as_dict()})
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:

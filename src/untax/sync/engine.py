@@ -118,7 +118,7 @@ class Engine:
 
     def pools(self) -> PoolStatus:
         async def asked() -> PoolStatus:
-            return self._inner.pools()
+            return await self._inner.pools()
 
         return self._running().run(asked())
 
@@ -204,12 +204,6 @@ class RemoteEngine(Engine):
 
     def __init__(self, url: str) -> None:
         self._begin(DirectRemoteEngine(url))
-
-    def warm(self, spec: EnvSpec | None = None, n: int = 1, **options: Any) -> Any:
-        return self._running().run(self._inner.warm(spec, n, **options))
-
-    def pools(self) -> Any:
-        return self._running().run(self._inner.pools())
 
     def ledgers(self) -> tuple[dict[str, Any], ...]:
         return self._running().run(self._inner.ledgers())
