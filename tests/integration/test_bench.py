@@ -11,9 +11,10 @@ import pytest
 from tests.integration.test_cli import PATHS, command, untax
 
 from untax import substrates
+from untax.core.errors import RecordError
 from untax.meter import parquet, stress
 from untax.meter.journal import Journal
-from untax.meter.record import Case, End, Gap, Reader, RecordError, Resume, Run, Trial, no_parts, read
+from untax.meter.record import Case, End, Gap, Reader, Resume, Run, Trial, no_parts, read
 from untax.rollout import gitserver, workload
 from untax.rollout.material import FIXED, Material, _git
 from untax.rollout.workload import Source

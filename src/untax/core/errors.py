@@ -3,6 +3,7 @@
 ```text
 UntaxError                   retryable = False unless a subclass says otherwise
 ├── UsageError               the caller's mistake: bad spec, bad option, wrong order of calls (also a ValueError)
+│   └── RecordError          a file of records that cannot be read as one, or not be written any further
 ├── SubstrateError           the substrate's failure; carries the sandbox id
 │   ├── SubstrateUnavailable not usable on this machine, or no quota
 │   ├── CreateError          no sandbox came of it                        retryable
@@ -54,6 +55,10 @@ class UntaxError(Exception):
 
 class UsageError(UntaxError, ValueError):
     """The caller's mistake; the message names the remedy. Nothing was started."""
+
+
+class RecordError(UsageError):
+    """A file of records that cannot be read as one, or not be written any further. Nothing of it was changed or lost."""
 
 
 class SubstrateError(UntaxError):

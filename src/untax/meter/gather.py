@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from untax.core.errors import UsageError
-from untax.meter.record import METRICS, PARTS, Batch, Case, End, Gap, Reader, RecordError, Resume, Run, Trial
+from untax.core.errors import RecordError, UsageError
+from untax.meter.record import METRICS, PARTS, Batch, Case, End, Gap, Reader, Resume, Run, Trial
 
 RECORDS = "records.jsonl"
 _NS = 1e-9

@@ -11,7 +11,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from untax.meter.record import Reader, Record, RecordError, Run, to_line
+from untax.core.errors import RecordError
+from untax.meter.record import Reader, Record, Run, to_line
 
 _RESERVE_BYTES = 1 << 20  # room for about a thousand records, more than are ever under way at once
 _FULL = (errno.ENOSPC, errno.EDQUOT)

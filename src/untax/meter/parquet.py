@@ -7,8 +7,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from untax.core.errors import UsageError
-from untax.meter.record import METRICS, PARTS, Case, Reader, RecordError, Trial
+from untax.core.errors import RecordError, UsageError
+from untax.meter.record import METRICS, PARTS, Case, Reader, Trial
 
 _ROWS = 50_000  # at a time: the file may be larger than memory
 

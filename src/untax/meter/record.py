@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
 
-from untax.core.errors import UsageError
+from untax.core.errors import RecordError
 from untax.core.span import PARTS as SPANS
 
 VERSION = 1
@@ -42,10 +42,6 @@ Contention = Literal["none", "cpu", "disk", "network"]
 Outcome = Literal["ok", "failed", "infra"]
 
 _LONGEST_LINE = 1 << 24  # bytes; a record is about 1 KiB, so a longer line is not one of ours
-
-
-class RecordError(UsageError):
-    """A file of records that cannot be read as one, or not be written any further. Nothing of it was changed or lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,8 @@ class Site:
         queue = asyncio.Semaphore(self._workers) if self._workers else None
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(_release_all, warm)
+            if case.warmth == "warm":
+                stack.push_async_callback(self.engine.warm, work.footing.spec, 0)  # or the next cold trial would find one ready
             await stack.enter_async_context(stress.contention(case.contention, self._scratch))
             begin_ns = now_ns()
             boxes = [warm.pop() if warm else None for _ in range(case.concurrency)]
@@ -157,12 +159,11 @@ class Site:
                     return Attempted(measured, attempts, wasted_ns - measured.total_ns)
 
     async def _warmed(self, case: Case, work: Work) -> list[Box]:
-        """Fill the engine's pool, or hold boxes where it has none."""
+        """Fill the engine's pool, or hold boxes where files have to be put into each."""
         if case.warmth != "warm" or case.path != "channel":
             return []
-        warm: Callable[..., Any] | None = getattr(self.engine, "warm", None)
-        if warm is not None and work.footing.upload is None:
-            await warm(work.footing.spec, case.concurrency)
+        if work.footing.upload is None:
+            await self.engine.warm(work.footing.spec, case.concurrency)
             return []
         boxes: list[Box] = []
         try:

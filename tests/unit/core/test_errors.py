@@ -23,6 +23,8 @@ def test_only_what_a_fresh_sandbox_may_cure_is_retryable():
 
 def test_every_error_is_drawn_in_the_tree():
     for kind in all_errors():
+        if kind.__module__ != errors.__name__:
+            continue  # what one module says to another and nobody else hears
         assert f" {kind.__name__} " in errors.__doc__ or f" {kind.__name__}\n" in errors.__doc__
 
 

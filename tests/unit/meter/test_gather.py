@@ -3,9 +3,9 @@
 import pytest
 from tests import records
 
-from untax.core.errors import UsageError
+from untax.core.errors import RecordError, UsageError
 from untax.meter.gather import Series, gather
-from untax.meter.record import Case, Gap, RecordError, to_line
+from untax.meter.record import Case, Gap, to_line
 
 CASE = Case("namespace", tier="T2", length=50)
 
