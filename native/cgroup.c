@@ -8,7 +8,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include "io.h"
@@ -113,6 +115,41 @@ static void drop_tree(struct tree *t) {
     io_close(&t->parent);
 }
 
+// Whoever lives holds a lock on its own group, and a mark says that it would: without the mark nothing is known of whose it is.
+static const char *const lock_marks[] = {"trusted.untax.locked", "user.untax.locked"};
+
+static void claim(const struct tree *t) {
+    if (t->own < 0 || flock(t->own, LOCK_EX | LOCK_NB)) return;
+    for (size_t i = 0; i < 2; i++)
+        if (!fsetxattr(t->own, lock_marks[i], "1", 1, 0)) return;
+}
+
+static bool is_orphaned(int group) {
+    char mark;
+    bool is_marked = fgetxattr(group, lock_marks[0], &mark, 1) == 1 || fgetxattr(group, lock_marks[1], &mark, 1) == 1;
+    return is_marked && !flock(group, LOCK_EX | LOCK_NB);
+}
+
+// Groups below and then itself, as long as nobody is inside: nothing is killed here.
+static void remove_empty(int parent, const char *name, int group) {
+    DIR *d = fdopendir(openat(group, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (struct dirent *e; d && (e = readdir(d));)
+        if (e->d_type == DT_DIR && e->d_name[0] != '.') unlinkat(group, e->d_name, AT_REMOVEDIR);
+    if (d) closedir(d);
+    unlinkat(parent, name, AT_REMOVEDIR);
+}
+
+// What engines left whose state directory is gone too: nobody else will ever ask for it.
+static void sweep_orphans(const struct tree *t) {
+    DIR *d = t->own < 0 ? NULL : fdopendir(openat(t->parent, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (struct dirent *e; d && (e = readdir(d));) {
+        if (strncmp(e->d_name, "untax-", 6) || !strcmp(e->d_name, own_name)) continue;
+        autoclose int group = openat(t->parent, e->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (group >= 0 && is_orphaned(group)) remove_empty(t->parent, e->d_name, group);
+    }
+    if (d) closedir(d);
+}
+
 static bool has_word(const char *text, const char *word) {
     size_t n = strlen(word);
     for (const char *at = text; (at = strstr(at, word)); at += n)
@@ -186,6 +223,7 @@ unsigned cg_open(const char *run) {
     open_v1(T_MEMORY, "memory", CG_MEMORY);
     open_v1(T_PIDS, "pids", CG_PIDS);
     open_v1(T_CPU, "cpu", CG_CPU);
+    for (int i = 0; i < TREES; i++) claim(&trees[i]), sweep_orphans(&trees[i]);
     return abilities;
 }
 

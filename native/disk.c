@@ -276,8 +276,49 @@ int disk_open(const char *dir, const char *image, char *why, size_t why_size) {
     return disk.boxes < 0 ? -1 : 0;
 }
 
+#define BLANKS_MAX 2
+
+static struct blank {
+    char name[32];
+    uint64_t bytes;
+} blanks[BLANKS_MAX];
+static unsigned blank_count;
+static uint64_t last_bytes;  // what was asked for last will be asked for next
+
+bool disk_prepare(void) {
+    static const char *const inside[] = {"upper", "work", "w0", "w1", "w2", "w3", "l0", "l1", "l2", "l3", "l4"};  // as layout.c names them
+    static unsigned made;
+    if (!has_subvolumes() || !last_bytes || blank_count == BLANKS_MAX) return false;
+    struct blank *b = &blanks[blank_count];
+    b->bytes = last_bytes;
+    snprintf(b->name, sizeof b->name, "spare-%u-blank", made++);
+    autoclose int dir = make_subvolume(b->name, b->bytes);
+    if (dir < 0) return false;  // whoever needs one is told why
+    for (size_t i = 0; i < sizeof inside / sizeof *inside; i++)
+        if (mkdirat(dir, inside[i], 0755)) return destroy_subvolume(b->name), false;
+    blank_count++;
+    return true;
+}
+
+void disk_close(void) {
+    while (blank_count) destroy_subvolume(blanks[--blank_count].name);
+}
+
+static int take_blank(const char *id, uint64_t bytes) {
+    const struct blank *b = &blanks[--blank_count];
+    int dir = openat(disk.boxes, b->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0 && (b->bytes == bytes || !limit_subvolume(dir, bytes)) && !disk_rename(b->name, id)) return dir;
+    io_close(&dir);
+    destroy_subvolume(b->name);
+    return -1;
+}
+
 static int make_dir(const char *id, uint16_t number, uint64_t bytes) {
-    if (has_subvolumes()) return make_subvolume(id, bytes);
+    if (has_subvolumes()) {
+        int dir = blank_count ? take_blank(id, bytes) : -1;
+        last_bytes = bytes;
+        return dir >= 0 ? dir : make_subvolume(id, bytes);
+    }
     if (mkdirat(disk.boxes, id, 0700)) return -1;
     int fd = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd >= 0 && disk.mode == DISK_PROJECT && limit_project(fd, number, bytes)) io_close(&fd);
@@ -294,7 +335,7 @@ static int mount_memory(const char *id, uint64_t bytes) {
 
 int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out) {
     out->dir = in_memory ? mount_memory(id, bytes) : make_dir(id, number, bytes);
-    if (out->dir >= 0 && !mkdirat(out->dir, "upper", 0755)) return 0;
+    if (out->dir >= 0 && (!mkdirat(out->dir, "upper", 0755) || errno == EEXIST)) return 0;
     int error = errno;
     disk_box_close(out);
     disk_drop(id);

@@ -320,7 +320,7 @@ static int on_quiet(void) {
     reap_others();
     retry_leftovers();
     sweep_trash();
-    if (slots_prepare() || spares_prepare()) return 0;
+    if (slots_prepare() || spares_prepare() || disk_prepare()) return 0;
     return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
 }
 
@@ -371,6 +371,7 @@ static void close_all(void) {
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);
     retry_leftovers();
+    disk_close();
     cg_close();
     // What was thrown away since the sweeper that still runs was started needs another one.
     for (int round = 0; round < 2; round++) {
