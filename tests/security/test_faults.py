@@ -870,7 +870,11 @@ async def test_x29_a_group_that_refuses_to_go_is_tried_again(state, as_root):
     async with engine_host(state) as host:
         await host.lease("a")
         pid = host.pid
-        groups = [Path(where) for where in leftovers._cgroups() if f"-{host.pid}-" in where and where.rsplit("/", 1)[-1].startswith(("sbx-", "spare-"))]
+        groups = [
+            Path(where)
+            for where in leftovers._cgroups()
+            if f"-{host.pid}-" in where and where.rsplit("/", 1)[-1].startswith(("sbx-", "spare-"))
+        ]
         if not groups:
             pytest.skip("no control groups here")
         stranger = await asyncio.create_subprocess_exec("sleep", "100")

@@ -16,7 +16,9 @@ MIB = 1 << 20
 
 def spares() -> int:
     """How many there are, by their control groups or, where there are none, not to be seen from here."""
-    groups = {where for where in leftovers._cgroups() if f"-{os.getpid()}-" in where and "/spare-" in where and not where.endswith(".agent")}
+    groups = {
+        where for where in leftovers._cgroups() if f"-{os.getpid()}-" in where and "/spare-" in where and not where.endswith(".agent")
+    }
     return max((sum(Path(other).parent == Path(one).parent for other in groups) for one in groups), default=0)
 
 
