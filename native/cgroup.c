@@ -19,6 +19,7 @@
 // The agent needs 2 MiB at rest; this leaves room for its bounded queues and is small beside any workload.
 #define AGENT_MEMORY_BYTES (64ull << 20)
 #define CPU_PERIOD_US 100000u
+#define AGENT_CPU_LEAST 250u  // thousandths; below that every answer would wait for the next period
 
 enum tree_index { T_UNIFIED, T_MEMORY, T_PIDS, T_CPU, TREES };
 
@@ -249,6 +250,9 @@ static int set_cpu_v2(int dir, uint32_t permille) {
     return io_write_file(dir, "cpu.max", text);
 }
 
+// As much again as the workload: what it makes the agent do must have an end too. Only in the v2 tree, where the agent has a group of its own anyway.
+static int set_agent_cpu(int dir, uint32_t permille) { return set_cpu_v2(dir, permille > AGENT_CPU_LEAST ? permille : AGENT_CPU_LEAST); }
+
 static void agent_name(const char *id, char *out, size_t size) { snprintf(out, size, "%s.agent", id); }
 
 // The v2 tree. Where it has no controllers it serves to freeze and kill the workload, and the agent needs no group in it.
@@ -271,7 +275,8 @@ static int unified_make(const char *id, const struct cg_limits *limits, struct c
         if (set_number(work, "pids.max", limits->pids)) return -1;
         out->pids_events = open_file(work, "pids.events", O_RDONLY);
     }
-    return abilities & CG_CPU ? set_cpu_v2(work, limits->cpu_permille) : 0;
+    if (!(abilities & CG_CPU)) return 0;
+    return set_cpu_v2(work, limits->cpu_permille) ? -1 : set_agent_cpu(agent, limits->cpu_permille);
 }
 
 // Groups are flat: <id> for the workload, <id>.agent only where the agent must be kept apart.
@@ -353,6 +358,10 @@ unsigned cg_box_limit(const char *id, const struct cg_limits *limits) {
     if (memory >= 0 ? !change_memory_v1(memory, limits->memory_bytes) : !set_number(unified, "memory.max", limits->memory_bytes)) changed |= CG_MEMORY;
     if (!set_number(pids >= 0 ? pids : unified, "pids.max", limits->pids)) changed |= CG_PIDS;
     if (cpu >= 0 ? !set_cpu_v1(cpu, limits->cpu_permille) : !set_cpu_v2(unified, limits->cpu_permille)) changed |= CG_CPU;
+    char name[96];
+    agent_name(id, name, sizeof name);
+    autoclose int agent = changed & CG_CPU && cpu < 0 ? open_work(T_UNIFIED, name) : -1;
+    if (agent >= 0) set_agent_cpu(agent, limits->cpu_permille);
     return changed;
 }
 

@@ -115,6 +115,8 @@ async def test_a_sandbox_that_is_gone_says_so(engine, spec):
 async def test_r7_snapshots_do_not_renew_the_disk_limit(box, enforced):
     """What was frozen still is this sandbox's: all its layers count together."""
     enforced("disk_mib")
+    if tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 7):
+        pytest.skip("guest: this kernel has no simple quotas, and its file system no projects")
     written = []
     for n in range(4):
         await box.shell(f"dd if=/dev/zero of=part{n} bs=1M count=20 status=none", timeout_s=60)
