@@ -320,8 +320,10 @@ static int on_quiet(void) {
     reap_others();
     retry_leftovers();
     sweep_trash();
-    if (slots_prepare() || spares_prepare() || disk_prepare()) return 0;
-    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
+    bool is_entering = launcher_entering(), is_snapshotting = launcher_snapshotting();
+    // While a snapshot is taken everything in that sandbox waits for this loop.
+    if (slots_prepare() || (!is_snapshotting && (spares_prepare() || disk_prepare()))) return 0;
+    return is_entering || is_snapshotting || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
 }
 
 // How many there were; -1: the engine is gone.
