@@ -8,7 +8,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include "io.h"
@@ -17,6 +19,7 @@
 // The agent needs 2 MiB at rest; this leaves room for its bounded queues and is small beside any workload.
 #define AGENT_MEMORY_BYTES (64ull << 20)
 #define CPU_PERIOD_US 100000u
+#define AGENT_CPU_LEAST 250u  // thousandths; below that every answer would wait for the next period
 
 enum tree_index { T_UNIFIED, T_MEMORY, T_PIDS, T_CPU, TREES };
 
@@ -113,6 +116,41 @@ static void drop_tree(struct tree *t) {
     io_close(&t->parent);
 }
 
+// Whoever lives holds a lock on its own group, and a mark says that it would: without the mark nothing is known of whose it is.
+static const char *const lock_marks[] = {"trusted.untax.locked", "user.untax.locked"};
+
+static void claim(const struct tree *t) {
+    if (t->own < 0 || flock(t->own, LOCK_EX | LOCK_NB)) return;
+    for (size_t i = 0; i < 2; i++)
+        if (!fsetxattr(t->own, lock_marks[i], "1", 1, 0)) return;
+}
+
+static bool is_orphaned(int group) {
+    char mark;
+    bool is_marked = fgetxattr(group, lock_marks[0], &mark, 1) == 1 || fgetxattr(group, lock_marks[1], &mark, 1) == 1;
+    return is_marked && !flock(group, LOCK_EX | LOCK_NB);
+}
+
+// Groups below and then itself, as long as nobody is inside: nothing is killed here.
+static void remove_empty(int parent, const char *name, int group) {
+    DIR *d = fdopendir(openat(group, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (struct dirent *e; d && (e = readdir(d));)
+        if (e->d_type == DT_DIR && e->d_name[0] != '.') unlinkat(group, e->d_name, AT_REMOVEDIR);
+    if (d) closedir(d);
+    unlinkat(parent, name, AT_REMOVEDIR);
+}
+
+// What engines left whose state directory is gone too: nobody else will ever ask for it.
+static void sweep_orphans(const struct tree *t) {
+    DIR *d = t->own < 0 ? NULL : fdopendir(openat(t->parent, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    for (struct dirent *e; d && (e = readdir(d));) {
+        if (strncmp(e->d_name, "untax-", 6) || !strcmp(e->d_name, own_name)) continue;
+        autoclose int group = openat(t->parent, e->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (group >= 0 && is_orphaned(group)) remove_empty(t->parent, e->d_name, group);
+    }
+    if (d) closedir(d);
+}
+
 static bool has_word(const char *text, const char *word) {
     size_t n = strlen(word);
     for (const char *at = text; (at = strstr(at, word)); at += n)
@@ -186,6 +224,7 @@ unsigned cg_open(const char *run) {
     open_v1(T_MEMORY, "memory", CG_MEMORY);
     open_v1(T_PIDS, "pids", CG_PIDS);
     open_v1(T_CPU, "cpu", CG_CPU);
+    for (int i = 0; i < TREES; i++) claim(&trees[i]), sweep_orphans(&trees[i]);
     return abilities;
 }
 
@@ -211,6 +250,9 @@ static int set_cpu_v2(int dir, uint32_t permille) {
     return io_write_file(dir, "cpu.max", text);
 }
 
+// As much again as the workload: what it makes the agent do must have an end too. Only in the v2 tree, where the agent has a group of its own anyway.
+static int set_agent_cpu(int dir, uint32_t permille) { return set_cpu_v2(dir, permille > AGENT_CPU_LEAST ? permille : AGENT_CPU_LEAST); }
+
 static void agent_name(const char *id, char *out, size_t size) { snprintf(out, size, "%s.agent", id); }
 
 // The v2 tree. Where it has no controllers it serves to freeze and kill the workload, and the agent needs no group in it.
@@ -233,7 +275,8 @@ static int unified_make(const char *id, const struct cg_limits *limits, struct c
         if (set_number(work, "pids.max", limits->pids)) return -1;
         out->pids_events = open_file(work, "pids.events", O_RDONLY);
     }
-    return abilities & CG_CPU ? set_cpu_v2(work, limits->cpu_permille) : 0;
+    if (!(abilities & CG_CPU)) return 0;
+    return set_cpu_v2(work, limits->cpu_permille) ? -1 : set_agent_cpu(agent, limits->cpu_permille);
 }
 
 // Groups are flat: <id> for the workload, <id>.agent only where the agent must be kept apart.
@@ -315,6 +358,10 @@ unsigned cg_box_limit(const char *id, const struct cg_limits *limits) {
     if (memory >= 0 ? !change_memory_v1(memory, limits->memory_bytes) : !set_number(unified, "memory.max", limits->memory_bytes)) changed |= CG_MEMORY;
     if (!set_number(pids >= 0 ? pids : unified, "pids.max", limits->pids)) changed |= CG_PIDS;
     if (cpu >= 0 ? !set_cpu_v1(cpu, limits->cpu_permille) : !set_cpu_v2(unified, limits->cpu_permille)) changed |= CG_CPU;
+    char name[96];
+    agent_name(id, name, sizeof name);
+    autoclose int agent = changed & CG_CPU && cpu < 0 ? open_work(T_UNIFIED, name) : -1;
+    if (agent >= 0) set_agent_cpu(agent, limits->cpu_permille);
     return changed;
 }
 

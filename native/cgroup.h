@@ -28,7 +28,7 @@ struct cg_box {
 
 #define CG_BOX_NONE ((struct cg_box){.agent_group = -1, .work_group = -1, .memory_events = -1, .pids_events = -1})
 
-// Finds the trees and makes the engine's own group in each, named untax-<run>. Returns the abilities.
+// Finds the trees and makes the engine's own group in each, named untax-<run>; empty ones of engines that are no more go. Returns the abilities.
 unsigned cg_open(const char *run);
 unsigned cg_abilities(void);
 // 0, or -1 with errno and *step named; what was made is removed again.

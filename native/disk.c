@@ -205,6 +205,8 @@ pid_t disk_sweep_trash(void) {
 }
 
 // Mounted in the launcher's own mount namespace: it goes with the launcher, however that ends.
+static bool counts_simply;  // the file system is our own image, with simple quotas: its groups can be joined without all being counted anew
+
 static bool mount_image(const char *image, const char *boxes, char *why, size_t size) {
     char device[32];
     autoclose int loop = attach_loop(image, device, sizeof device);
@@ -219,7 +221,8 @@ static bool mount_image(const char *image, const char *boxes, char *why, size_t 
     io_close(&disk.boxes);
     disk.boxes = open(boxes, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     struct btrfs_ioctl_quota_ctl_args quota = {.cmd = SIMPLE_QUOTA};
-    if (ioctl(disk.boxes, BTRFS_IOC_QUOTA_CTL, &quota)) {
+    counts_simply = !ioctl(disk.boxes, BTRFS_IOC_QUOTA_CTL, &quota);
+    if (!counts_simply) {
         quota.cmd = BTRFS_QUOTA_CTL_ENABLE;
         ioctl(disk.boxes, BTRFS_IOC_QUOTA_CTL, &quota);  // already on when the image was used before
     }
@@ -258,6 +261,90 @@ static bool try_project(void) {
     return works;
 }
 
+// ---- what belongs together ----
+
+// A quota group above those of one sandbox's subvolumes: the upper directory and the frozen ones before it.
+struct member {
+    struct member *next;
+    char name[64];
+    uint64_t family, subvolume;
+};
+static struct member *members;
+
+static struct member **find_member(const char *name) {
+    struct member **at = &members;
+    while (*at && strcmp((*at)->name, name)) at = &(*at)->next;
+    return at;
+}
+
+static uint64_t subvolume_number(const char *name) {
+    struct btrfs_ioctl_ino_lookup_args args = {.objectid = 256};  // BTRFS_FIRST_FREE_OBJECTID, the root directory of any
+    autoclose int dir = openat(disk.boxes, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    return dir < 0 || ioctl(dir, BTRFS_IOC_INO_LOOKUP, &args) ? 0 : args.treeid;
+}
+
+static int set_relation(const struct member *m, bool on) {
+    struct btrfs_ioctl_qgroup_assign_args args = {.assign = on, .src = m->subvolume, .dst = m->family};
+    return ioctl(disk.boxes, BTRFS_IOC_QGROUP_ASSIGN, &args);
+}
+
+static int keep_family(uint64_t family, bool on) {
+    struct btrfs_ioctl_qgroup_create_args args = {.create = on, .qgroupid = family};
+    return ioctl(disk.boxes, BTRFS_IOC_QGROUP_CREATE, &args);
+}
+
+static int limit_family(uint64_t family, uint64_t bytes) {
+    struct btrfs_ioctl_qgroup_limit_args args = {.qgroupid = family, .lim = {.flags = BTRFS_QGROUP_LIMIT_MAX_RFER, .max_rfer = bytes}};
+    return ioctl(disk.boxes, BTRFS_IOC_QGROUP_LIMIT, &args);
+}
+
+static bool add_member(const char *name, uint64_t family) {
+    struct member *m = calloc(1, sizeof *m);
+    if (!m) return false;
+    snprintf(m->name, sizeof m->name, "%s", name);
+    m->family = family, m->subvolume = subvolume_number(name);
+    if (!m->subvolume || set_relation(m, true)) {
+        free(m);
+        return false;
+    }
+    m->next = members, members = m;
+    return true;
+}
+
+static void leave_family(const char *name) {
+    struct member **at = find_member(name), *m = *at;
+    if (!m) return;
+    *at = m->next;
+    set_relation(m, false);
+    bool is_last = true;
+    for (const struct member *other = members; other; other = other->next) is_last &= other->family != m->family;
+    if (is_last) keep_family(m->family, false);
+    free(m);
+}
+
+static void join_subvolumes(const char *first, const char *next, uint64_t bytes) {
+    static uint64_t families;
+    const struct member *m = *find_member(first);
+    uint64_t family = m ? m->family : 1ull << 48 | ++families;
+    if (!m && ((keep_family(family, true) && errno != EEXIST) || limit_family(family, bytes) || !add_member(first, family))) return;
+    add_member(next, family);
+}
+
+static void join_projects(const char *first, const char *next) {
+    autoclose int from = openat(disk.boxes, first, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    autoclose int to = openat(disk.boxes, next, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    autoclose int upper = to < 0 ? -1 : openat(to, "upper", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    struct fsxattr theirs, own;
+    if (from < 0 || upper < 0 || ioctl(from, FS_IOC_FSGETXATTR, &theirs) || ioctl(to, FS_IOC_FSGETXATTR, &own)) return;
+    own.fsx_projid = theirs.fsx_projid;
+    if (!ioctl(to, FS_IOC_FSSETXATTR, &own)) ioctl(upper, FS_IOC_FSSETXATTR, &own);
+}
+
+void disk_join(const char *first, const char *next, uint64_t bytes) {
+    if (counts_simply) join_subvolumes(first, next, bytes);
+    else if (disk.mode == DISK_PROJECT) join_projects(first, next);
+}
+
 // ---- the interface ----
 
 int disk_open(const char *dir, const char *image, char *why, size_t why_size) {
@@ -276,8 +363,49 @@ int disk_open(const char *dir, const char *image, char *why, size_t why_size) {
     return disk.boxes < 0 ? -1 : 0;
 }
 
+#define BLANKS_MAX 2
+
+static struct blank {
+    char name[32];
+    uint64_t bytes;
+} blanks[BLANKS_MAX];
+static unsigned blank_count;
+static uint64_t last_bytes;  // what was asked for last will be asked for next
+
+bool disk_prepare(void) {
+    static const char *const inside[] = {"upper", "work", "w0", "w1", "w2", "w3", "l0", "l1", "l2", "l3", "l4"};  // as layout.c names them
+    static unsigned made;
+    if (!has_subvolumes() || !last_bytes || blank_count == BLANKS_MAX) return false;
+    struct blank *b = &blanks[blank_count];
+    b->bytes = last_bytes;
+    snprintf(b->name, sizeof b->name, "spare-%u-blank", made++);
+    autoclose int dir = make_subvolume(b->name, b->bytes);
+    if (dir < 0) return false;  // whoever needs one is told why
+    for (size_t i = 0; i < sizeof inside / sizeof *inside; i++)
+        if (mkdirat(dir, inside[i], 0755)) return destroy_subvolume(b->name), false;
+    blank_count++;
+    return true;
+}
+
+void disk_close(void) {
+    while (blank_count) destroy_subvolume(blanks[--blank_count].name);
+}
+
+static int take_blank(const char *id, uint64_t bytes) {
+    const struct blank *b = &blanks[--blank_count];
+    int dir = openat(disk.boxes, b->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir >= 0 && (b->bytes == bytes || !limit_subvolume(dir, bytes)) && !disk_rename(b->name, id)) return dir;
+    io_close(&dir);
+    destroy_subvolume(b->name);
+    return -1;
+}
+
 static int make_dir(const char *id, uint16_t number, uint64_t bytes) {
-    if (has_subvolumes()) return make_subvolume(id, bytes);
+    if (has_subvolumes()) {
+        int dir = blank_count ? take_blank(id, bytes) : -1;
+        last_bytes = bytes;
+        return dir >= 0 ? dir : make_subvolume(id, bytes);
+    }
     if (mkdirat(disk.boxes, id, 0700)) return -1;
     int fd = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd >= 0 && disk.mode == DISK_PROJECT && limit_project(fd, number, bytes)) io_close(&fd);
@@ -294,7 +422,7 @@ static int mount_memory(const char *id, uint64_t bytes) {
 
 int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out) {
     out->dir = in_memory ? mount_memory(id, bytes) : make_dir(id, number, bytes);
-    if (out->dir >= 0 && !mkdirat(out->dir, "upper", 0755)) return 0;
+    if (out->dir >= 0 && (!mkdirat(out->dir, "upper", 0755) || errno == EEXIST)) return 0;
     int error = errno;
     disk_box_close(out);
     disk_drop(id);
@@ -307,6 +435,8 @@ int disk_limit(const char *id, uint64_t bytes, bool in_memory) {
     struct fsxattr attr;
     if (dir < 0) return -1;
     if (in_memory) return mounts_resize(dir, bytes, 0);
+    const struct member *m = *find_member(id);
+    if (m && limit_family(m->family, bytes)) return -1;
     if (has_subvolumes()) return limit_subvolume(dir, bytes);
     if (disk.mode == DISK_PROJECT) return ioctl(dir, FS_IOC_FSGETXATTR, &attr) ? -1 : set_project_limit(dir, attr.fsx_projid, bytes);
     errno = EOPNOTSUPP;
@@ -350,6 +480,7 @@ static void drop_memory(const char *id) {
 
 void disk_drop(const char *id) {
     drop_memory(id);
+    leave_family(id);
     if (has_subvolumes() && drop_subvolume(id)) return;
     if (disk.mode == DISK_IMAGE) {
         disk_remove_tree(disk.boxes, id);  // cannot be renamed out of its file system

@@ -22,7 +22,13 @@ enum disk_mode disk_mode(void);
 // `number` is no other live sandbox's on this machine. With `in_memory` a tmpfs of that size. 0, or -1 with errno; nothing is left behind.
 int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out);
 void disk_box_close(struct disk_box *box);
-// Another limit for what lies under `id`. 0, or -1 with errno: EOPNOTSUPP where there are no limits.
+// Makes an empty subvolume ahead of need: right after a sandbox wrote many files that takes long. False: enough are ready, or none are needed here.
+bool disk_prepare(void);
+void disk_close(void);  // those are removed
+// What is written under `next` from now on counts together with what lies under `first`, which may have been joined before: both are one sandbox's.
+// Where that cannot be had each has its limit for itself.
+void disk_join(const char *first, const char *next, uint64_t bytes);
+// Another limit for what lies under `id` and is joined with it. 0, or -1 with errno: EOPNOTSUPP where there are no limits.
 int disk_limit(const char *id, uint64_t bytes, bool in_memory);
 // A copy of what lies under `id`, as it is now, under `copy`: only upper/ is promised. May take long. 0, or -1 with errno; then disk_drop removes what there is.
 int disk_clone(const char *id, const char *copy);

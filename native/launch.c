@@ -320,8 +320,10 @@ static int on_quiet(void) {
     reap_others();
     retry_leftovers();
     sweep_trash();
-    if (slots_prepare() || spares_prepare()) return 0;
-    return launcher_entering() || launcher_snapshotting() || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
+    bool is_entering = launcher_entering(), is_snapshotting = launcher_snapshotting();
+    // While a snapshot is taken everything in that sandbox waits for this loop.
+    if (slots_prepare() || (!is_snapshotting && (spares_prepare() || disk_prepare()))) return 0;
+    return is_entering || is_snapshotting || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
 }
 
 // How many there were; -1: the engine is gone.
@@ -371,6 +373,7 @@ static void close_all(void) {
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);
     retry_leftovers();
+    disk_close();
     cg_close();
     // What was thrown away since the sweeper that still runs was started needs another one.
     for (int round = 0; round < 2; round++) {

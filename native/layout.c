@@ -289,27 +289,27 @@ static int open_view(const struct stack *layers, const char *source, const char 
 
 static uint64_t mix(uint64_t h, uint64_t value) { return (h ^ value) * 0x100000001b3u + (h >> 29); }
 
-static uint64_t glance_at(uint64_t h, int dir, const char *path) {
+static uint64_t glance_at(uint64_t h, int dir, const char *path, bool is_place) {
     struct stat st;
-    autoclose int fd = open_beneath(dir, path, O_RDONLY);
+    autoclose int fd = open_beneath(dir, path, is_place ? O_RDONLY : O_PATH);
     if (fd < 0 || fstat(fd, &st)) return mix(h, (uint64_t)errno);
     h = mix(mix(mix(mix(h, st.st_mode), st.st_uid), st.st_gid), st.st_ino);
     h = mix(mix(h, (uint64_t)st.st_mtim.tv_sec), (uint64_t)st.st_mtim.tv_nsec);
     h = mix(mix(h, (uint64_t)st.st_ctim.tv_sec), (uint64_t)st.st_ctim.tv_nsec);
-    return mix(h, is_empty(fd));  // times are not fine enough to tell of everything
+    return is_place ? mix(h, is_empty(fd)) : h;  // times are not fine enough to tell of everything
 }
 
 uint64_t layout_glance(const struct layout *l, const char *frozen) {
     autoclose int dir = open(frozen, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (dir < 0) return 0;
-    uint64_t h = glance_at(0xcbf29ce484222325u, dir, "");
+    uint64_t h = glance_at(0xcbf29ce484222325u, dir, "", false);
     for (uint32_t i = 0; i < l->view_count; i++) {
         char text[4096];
         strcpy(text, l->places[i] + strspn(l->places[i], "/"));  // it has been made before
         for (char *slash = text; slash;) {
             slash = strchr(slash, '/');
             if (slash) *slash = 0;
-            h = glance_at(h, dir, text);
+            h = glance_at(h, dir, text, !slash);
             if (slash) *slash++ = '/';
         }
     }

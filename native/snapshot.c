@@ -137,6 +137,8 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
         break;
     case SWAP_SWAPPED:
         answer(p, false, n->still_ns, b->disk);
+        // Not before: the first look into new overlays writes marks, and one that is full shall not be lost for that.
+        if (!b->in_memory) disk_join(b->disk, p->fresh, b->disk_bytes);
         strcpy(b->disk, p->fresh);
         b->print = 0;
         p->made = p->pushed = false;

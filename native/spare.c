@@ -17,6 +17,7 @@
 
 #define SPARES_MAX 2             // each holds a dozen descriptors and some 100 KiB of the kernel's memory
 #define RECENT_MAX 8
+#define WORTH_KEEPING 4          // layouts: with more than two in turn some find a spare each time, instead of none ever
 #define UNUSED_NS 60000000000u   // an image's file system shall not stay busy for long after its last sandbox
 
 // A layout that was asked for, latest first.
@@ -145,6 +146,12 @@ static bool furnish(struct spare *s) {
     return !failed;
 }
 
+static bool has_twin(const struct spare *s) {
+    for (const struct spare *other = spares; other < spares + SPARES_MAX; other++)
+        if (other != s && other->is_begun && other->key_size == s->key_size && !memcmp(other->key, s->key, s->key_size)) return true;
+    return false;
+}
+
 bool spares_prepare(void) {
     struct spare *free_place = NULL, *begun = NULL, *oldest = NULL;
     unsigned latest = 0;
@@ -163,7 +170,7 @@ bool spares_prepare(void) {
         if (begin(free_place, &recent[0])) return true;
     } else {
         // What was asked for once takes nobody's place: snapshots are often restored once and not again.
-        if (!recent_count || latest || !oldest || recent[0].times < 2) return false;
+        if (!recent_count || latest || !oldest || recent[0].times < 2 || (age(oldest) < WORTH_KEEPING && !has_twin(oldest))) return false;
         give_up(oldest);
         return true;
     }

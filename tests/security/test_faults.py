@@ -900,6 +900,30 @@ async def test_x29_a_group_that_refuses_to_go_is_tried_again(state, as_root):
     assert not await wait_clean(state, pid, 10)
 
 
+async def test_x29_groups_go_although_their_state_directory_is_gone_too(state, tmp_path, as_root):
+    """Only those of the dead, and of those only the empty: an engine that lives keeps its groups, idle or not."""
+    async with engine_host(tmp_path / "living") as living, engine_host(state) as host:
+        await living.lease("a")
+        await living.call("release", box="a")
+        await host.lease("a")
+        pid = host.pid
+        kept = {c for c in leftovers._cgroups() if f"-{living.pid}-" in c and "spare-" not in c and "sbx-" not in c}
+        launchers = [p.pid for p in hostview.below(pid) if p.ppid == pid]
+        for victim in (*launchers, pid):  # the launcher first: it has no time to remove anything
+            os.kill(victim, signal.SIGKILL)
+        await host.process.wait()
+        if not [c for c in leftovers._cgroups() if f"-{pid}-" in c]:
+            pytest.skip("no control groups here")
+        await asyncio.to_thread(hostview.eventually, lambda: not any(p.state != "Z" for p in hostview.below(pid)), 5, 0.05)
+        await asyncio.to_thread(shutil.rmtree, state)
+        assert await works(tmp_path / "other")
+
+        assert not [c for c in leftovers._cgroups() if f"-{pid}-" in c]
+        assert kept <= set(leftovers._cgroups())
+        await living.lease("b")
+        assert (await living.run("b", ["true"]))["exit_code"] == 0
+
+
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "directory", "link"])
 async def test_x30_damaged_state_files_do_not_keep_an_engine_from_starting(state, damage):
     async with engine_host(state) as host:

@@ -30,7 +30,7 @@ async def quiet(engine, spec, leases: int = 2) -> None:
     await asyncio.sleep(0.2)
 
 
-async def test_f7_one_that_was_made_ahead_holds_nothing_of_its_predecessors(engine, spec):
+async def test_one_that_was_made_ahead_holds_nothing_of_its_predecessors(engine, spec):
     for n in range(4):
         await quiet(engine, spec, leases=1)
         async with engine.lease(spec) as box:
@@ -56,7 +56,7 @@ async def test_r7_limits_hold_for_one_that_was_made_ahead_for_others(engine, box
     assert int(roomy.text) == 60 * MIB
 
 
-async def test_f15_an_image_that_was_replaced_is_seen_as_it_is_now(engine, tmp_path):
+async def test_an_image_that_was_replaced_is_seen_as_it_is_now(engine, tmp_path):
     """Removed and made again under the same name: what was prepared over the old one is not used."""
     image = tmp_path / "image"
     for content in ("old", "new"):

@@ -328,7 +328,7 @@ class Stages:
 
     async def _set_up(self, work: _Work) -> _Parts:
         assert self._workshop is not None
-        cache = self._store.caches / work.image_key
+        cache = self._store.caches / _shared_by(work.image_key, work.spec.repo)
         place = work.spec.workdir or WORKDIR
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(held(using(cache)))
@@ -367,6 +367,13 @@ class _Work:
     below: tuple[str, ...]
     image_key: str
     progress: Progress
+
+
+def _shared_by(image_key: str, repo: Repo | None) -> str:
+    """The name of a package cache. Whatever runs in a set-up can write to it, a repository's own build script too: no other repository's build reads it."""
+    if repo is None:
+        return image_key
+    return f"{image_key}-{key_of(without_password(repo).url)[:16]}"
 
 
 def _untold(_what: str, _done: int, _total: int | None) -> None:

@@ -2,8 +2,8 @@
 
 Commands run in order in one sandbox over the stages below, as root inside where the engine is root. They see the
 variables below and none of a lease's: those bind late, and one layer serves leases that differ in them. A command that needs a
-variable sets it itself. Package managers keep their caches in a directory that all builds over one image share and no
-layer holds. Afterwards Python's files are compiled, so that no rollout does it again.
+variable sets it itself. Package managers keep their caches in a directory that builds of one repository over one
+image share and no layer holds. Afterwards Python's files are compiled, so that no rollout does it again.
 """
 
 from __future__ import annotations

@@ -210,7 +210,10 @@ class NamespaceSandbox:
             if exc.error == errno.ESRCH:
                 raise SandboxLost(self.id, f"snapshot: {exc}") from exc
             if exc.error == errno.EOPNOTSUPP:
-                raise SubstrateUnavailable(self.id, f"snapshot: {exc.step}; keep state_dir on a file system that can shift owners") from exc
+                raise SubstrateUnavailable(
+                    self.id,
+                    f"snapshot: {exc.step}; use Linux 5.19 or newer, and a state_dir whose file system can shift owners (ext4, XFS, btrfs, tmpfs)",
+                ) from exc
             raise BackendError(self.id, f"snapshot: {exc}; {remedy(exc.error)}") from exc  # and the sandbox is as it was
         cloned, taken_ns, size = struct.unpack_from("<BQI", answer.fields)
         layer = answer.fields[13 : 13 + size].decode()

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.core.root import ImageConfig, Root
-from untax.core.spec import EnvSpec, FrozenEnv, Limits
+from untax.core.spec import EnvSpec, FrozenEnv, Limits, Repo
 from untax.core.stage import Identity
-from untax.layers import deps, marks
+from untax.layers import build, deps, marks
 from untax.layers.build import Built, Stages
 from untax.layers.sources import Fetched
 from untax.layers.store import LayerStore
@@ -334,6 +335,16 @@ async def test_builds_over_one_image_share_a_cache_and_over_two_they_do_not(stor
     caches = [cache for _, _, cache in shop.jobs]
 
     assert caches[0] == caches[1] != caches[2]
+
+
+def test_a_repository_cannot_spoil_the_package_cache_of_another():
+    """Its build script runs in its own set-up and may write anything there; commits of one repository go on sharing."""
+    one, other = (Repo(f"https://forge.example/{name}.git", "a" * 40) for name in ("one", "other"))
+    names = [build._shared_by("image", repo) for repo in (one, replace(one, commit="b" * 40), other, None)]
+
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
+    assert not any("forge" in name or "/" in name for name in names)
 
 
 async def test_a_set_up_command_that_fails_tells_all_and_leaves_the_stages_below(store, tmp_path):
