@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # What a hand-out meets when a sandbox died while it was parked: another one will do.
 _DEAD = (SandboxLost, ReadinessTimeout, ProtocolError)
 STORE = "store"  # what an error of the store names as its stage
+_STORE_PATIENCE_S = 60.0  # for a lease to end whose layers are in the way of another's
 _MOST_LADDERS = 4096
 _MOST_WARM = 100_000
 
@@ -75,7 +77,9 @@ class Pooling:
                 driver.give_back(standby.name, clean=False, ticket=grant.ticket)
                 raise
             else:
-                driver.bound(grant, (watch.last_ns - began_ns) / 1e9)
+                # Its holder need not wait for that: it is told before anything that the holder could do next is.
+                driver.counted(grant, (watch.last_ns - began_ns) / 1e9)
+                asyncio.get_running_loop().call_soon(driver.confirm, grant)
                 return
 
     def _account(self, ledger: Ledger, watch: Stopwatch, grant: Grant[Standby]) -> int:
@@ -235,11 +239,15 @@ class Pooling:
                 ground, built = await warehouse.find(request)
                 break
             except StageUnavailable as exc:
-                if exc.stage != STORE or not is_urgent or not (warehouse.let_go_unused() or await self.driver.shed()):
+                if exc.stage != STORE or not is_urgent or not await self._make_room():
                     raise
         if built:
             self._engine.chore(self._look_for_evicted())
         return ground, built or {}
+
+    async def _make_room(self) -> bool:
+        """Whether the store may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
+        return self._engine.warehouse.let_go_unused() or await self.driver.shed() or await self.driver.wait_gone(_STORE_PATIENCE_S)
 
     def _learn(self, built: Mapping[str, float], stages: tuple[Stage, ...]) -> None:
         for stage in stages:
@@ -248,9 +256,9 @@ class Pooling:
 
     async def _look_for_evicted(self) -> None:
         """A layer that was added may have cost others their place."""
-        known = {key.partition("~")[0]: key for key in self.driver.known_stages}
-        gone = await self._engine.warehouse.missing(list(known))
-        self.driver.evicted(known[key] for key in gone if key not in self._in_place)
+        known = [(key, key.partition("~")[0]) for key in self.driver.known_stages]
+        gone = await self._engine.warehouse.missing({plain for _, plain in known} - self._in_place)
+        self.driver.evicted(key for key, plain in known if plain in gone)
 
     # ---- which stages ----
 

@@ -126,7 +126,8 @@ class PoolDriver(Generic[R, E]):
         self._recipes: dict[str, R] = {}  # uppermost stage key → what a refill makes
         self._floors: dict[str, ev.Target] = {}
         self._warming: list[_Warming] = []
-        self._demands = Demands(options, costs) if options.adaptive else None
+        self._gone: asyncio.Future[None] | None = None  # of those who wait for any to go
+        self._demands = Demands(options, costs, shares_stages=shares_stages) if options.adaptive else None
         self._replanning: asyncio.TimerHandle | None = None
         self._stored: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -149,6 +150,11 @@ class PoolDriver(Generic[R, E]):
 
     def bound(self, grant: Grant[E], seconds: float) -> None:
         """Its holder has it; binding took so long."""
+        self.counted(grant, seconds)
+        self.confirm(grant)
+
+    def counted(self, grant: Grant[E], seconds: float) -> None:
+        """The first half of `bound`: the other, `confirm`, may wait until the holder has something to wait for."""
         order = grant.order
         if order.kind == "exact":
             self.counts.exact += 1
@@ -159,6 +165,8 @@ class PoolDriver(Generic[R, E]):
             self.counts.cold += 1
         self.counts.waited_s += order.waited_s
         del self._asked[grant.ticket]
+
+    def confirm(self, grant: Grant[E]) -> None:
         self._tell(ev.Bound(self._clock(), grant.ticket))
 
     async def again(self, grant: Grant[E], why: Exception) -> Grant[E]:
@@ -280,6 +288,19 @@ class PoolDriver(Generic[R, E]):
             await asyncio.wait(leaving)
         return bool(leaving)
 
+    async def wait_gone(self, patience_s: float) -> bool:
+        """Wait until any sandbox is gone; False when none is in time, or none is there that could go."""
+        if self._state.size == self._state.starting:
+            return False
+        if self._gone is None:
+            self._gone = self._loop.create_future()
+        try:
+            async with asyncio.timeout(patience_s):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            return False
+        return True
+
     @property
     def known_stages(self) -> frozenset[str]:
         """Those whose layers are taken to be here."""
@@ -351,6 +372,9 @@ class PoolDriver(Generic[R, E]):
 
     def _tell(self, event: ev.Event) -> None:
         orders = self._state.handle(event)
+        if self._gone is not None and type(event) is ev.Gone:
+            self._gone.set_result(None)
+            self._gone = None
         if orders:
             for order in orders:
                 self._carry_out(order)
@@ -420,7 +444,11 @@ class PoolDriver(Generic[R, E]):
             del self._making[order.order]
             self.counts.failed += 1
             is_retryable, stage = _blame(exc, order.stages)
-            log.log(logging.INFO if order.ticket else logging.WARNING, "a sandbox of the pool could not be made: %s", exc)
+            log.log(
+                logging.INFO if order.ticket or getattr(exc, "retryable", False) else logging.WARNING,
+                "a sandbox of the pool could not be made: %s",
+                exc,
+            )
             self._refusing(exc, ev.Failed(self._clock(), order.order, str(exc), is_retryable, stage))
             self._warming_failed(key, exc, is_final=order.ticket is None and not getattr(exc, "retryable", False))
             return
@@ -489,9 +517,8 @@ class PoolDriver(Generic[R, E]):
 
 def _blame(exc: Exception, stages: tuple[Stage, ...]) -> tuple[bool, str | None]:
     """Whether another attempt makes sense, and for which stage it does not. A stage that cannot be had is told to all who wait for it."""
-    if not isinstance(exc, StageError):
-        return True, None
-    return False, next((stage.key for stage in stages if stage.name == exc.stage), None)
+    key = next((stage.key for stage in stages if stage.name == exc.stage), None) if isinstance(exc, StageError) else None
+    return key is None, key  # one of the store names no stage: it may have room the next time
 
 
 def _copy(exc: Exception) -> Exception:
