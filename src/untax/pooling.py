@@ -18,8 +18,9 @@ from untax.grounds import Recipe, recipe_of
 from untax.leases import Request
 from untax.pool import events as ev
 from untax.pool.costs import Costs
+from untax.pool.grants import Grant
 from untax.pool.options import PoolOptions
-from untax.pool.pool import Grant, PoolDriver
+from untax.pool.pool import PoolDriver
 from untax.pool.status import PoolStatus, StageStatus, finite, label_of
 from untax.standby import Standby, raise_up
 
@@ -41,6 +42,7 @@ class Pooling:
     def __init__(self, engine: Engine, options: PoolOptions, costs: Costs) -> None:
         self._engine = engine
         self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
+        self._warm: dict[tuple[Recipe, tuple[object, ...]], str] = {}  # uppermost stage keys of what is kept ready
         self._in_place: set[str] = set()  # stages that are in no store because they need none
         layered = engine.warehouse.is_layered
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
@@ -271,7 +273,11 @@ class Pooling:
         stages = tuple(replace(stage, key=stage.key + flavour) for stage in found) if flavour else found
         if len(self._ladders) >= _MOST_LADDERS:
             self._ladders.clear()
-        self._ladders[recipe_of(spec), fixed] = stages
+        recipe = (recipe_of(spec), fixed)
+        self._ladders[recipe] = stages
+        if (kept := self._warm.get(recipe)) is not None and kept != stages[-1].key:
+            self._warm[recipe] = stages[-1].key
+            self.driver.moved(kept, stages)
         self._in_place.update(stage.key for stage in found[:2] if stage.key in present)
         self.driver.stored(stage.key for stage, plain in zip(stages, found, strict=True) if plain.key in present)
         return stages
@@ -287,6 +293,7 @@ class Pooling:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_WARM:
             raise UsageError(f"n must be a whole number between 0 and {_MOST_WARM}, not {count!r}")
         stages = await self._ladder(request.spec)
+        self._warm[recipe_of(request.spec), self._engine.fixed(request.spec)] = stages[-1].key
         await self.driver.warm(stages, request, count, memory_mib=request.spec.limits.memory_mib)
 
     def status(self) -> PoolStatus:
