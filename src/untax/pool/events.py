@@ -144,6 +144,9 @@ class Target:
     stages: tuple[Stage, ...]
     count: int
     memory_mib: float = 0.0
+    may_build: bool = True
+    """False: only as long as all its stages are here. What was evicted is built again for somebody who waits, not to be kept ready: it
+    would cost another its place in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,13 @@ class Resized:
 
     now_s: float
     targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pressed:
+    """The store has no room for a stage that somebody waits for: an idle sandbox that keeps layers in it is to go."""
+
+    now_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +179,22 @@ class Closed:
 
 
 Event: TypeAlias = (
-    Asked | Withdrawn | Made | Failed | Abandoned | Bound | Rejected | Returned | Died | Gone | Stored | Evicted | Resized | Tick | Closed
+    Asked
+    | Withdrawn
+    | Made
+    | Failed
+    | Abandoned
+    | Bound
+    | Rejected
+    | Returned
+    | Died
+    | Gone
+    | Stored
+    | Evicted
+    | Resized
+    | Pressed
+    | Tick
+    | Closed
 )
 
 
