@@ -58,6 +58,8 @@ def test_the_page_opens_without_complaint_and_with_every_figure(browser, page, w
         assert 0.8 * min(width, 840) - 40 <= figure["width"] <= width and figure["height"] > 80, figure
     assert browser.evaluate("document.documentElement.scrollWidth") <= width  # wide tables scroll in themselves
     assert browser.evaluate(_BAD_TEXT) == []
+    browser.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_the_page_follows_the_readers_colour_scheme(browser, page):

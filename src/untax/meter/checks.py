@@ -211,6 +211,13 @@ def _not_inside(run: Gathered) -> Iterator[Finding]:
         yield Finding("not timed inside", "warn", said, "use an image that has bash 5, or the held channel", found)
 
 
+def _uploaded(run: Gathered) -> Iterator[Finding]:
+    found = tuple(str(one.case) for one in run.cases.values() if one.detail.get("packages") == "uploaded")
+    if found:
+        said = f"{len(found)} cases got the workload's packages anew in every trial, which is in their set-up"
+        yield Finding("packages uploaded", "note", said, "compare their other parts, or use an image that has the packages", found)
+
+
 def _same_ground(run: Gathered) -> Iterator[Finding]:
     for what in ("limits", "software"):
         by_tier: dict[str, set[str]] = {}
@@ -297,6 +304,7 @@ _CHECKS: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (
     _resolution,
     _unattributed,
     _not_inside,
+    _uploaded,
     _same_ground,
     _as_in_the_paper,
 )

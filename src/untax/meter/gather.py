@@ -177,12 +177,13 @@ def gather(
         found = Gathered(path, reader.run, cases)
         size = path.stat().st_size
         try:
+            _check_head(reader.run)
             for record in reader:
                 found.records += 1
                 if type(record) is Trial:
                     samples = cases.get(record.case)
                     if samples is None:
-                        samples = cases[record.case] = Samples(record.case)
+                        samples = cases[record.case] = Samples(_checked(record.case))
                     _take(samples, record)
                 else:
                     _note(found, record)
@@ -196,17 +197,39 @@ def gather(
     return _filtered(found, tuple(tiers), tuple(substrates))
 
 
+def _check_head(run: Run) -> None:
+    _check_text(run.run, run.started_at, run.command)
+    if not isinstance(run.host, Mapping) or type(run.span_cost_ns) is not int:
+        raise TypeError("the host or the cost of a span")
+
+
+def _check_text(*values: object) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError(f"{value!r} instead of text")
+
+
+def _checked(case: Case) -> Case:
+    """A case whose fields can be counted with and sorted by."""
+    if type(case.length) is not int or type(case.concurrency) is not int or case.length < 0 or case.concurrency < 1:
+        raise TypeError(f"a case of {case.length!r} actions, {case.concurrency!r} at once")
+    _check_text(case.substrate, case.tier)
+    return case
+
+
 def _take(samples: Samples, trial: Trial) -> None:
     if trial.warmup:
         samples.warmups += 1
         return
     total = trial.total_ns
+    if type(total) is not int or type(trial.wasted_ns) is not int or total < 0 or min(trial.parts_ns.values()) < min(0, -total):
+        raise TypeError(f"a total of {total!r} ns")
     worker_s = (total + trial.wasted_ns) * _NS
     if trial.attempts > 1:
         samples.retried += 1
     if trial.outcome != "ok":
         samples.lost.append(worker_s)
-        error = trial.error or {}
+        error = trial.error if isinstance(trial.error, Mapping) else {}
         samples.errors[f"{trial.outcome}: {error.get('type', 'unknown')}"] += 1
         samples.example = samples.example or str(error.get("message", ""))
         return
@@ -217,7 +240,10 @@ def _take(samples: Samples, trial: Trial) -> None:
     metrics = trial.metrics_ns
     for name, column in samples.metrics.items():
         if name in metrics:
-            column.append(metrics[name] * _NS)
+            value = metrics[name]
+            if type(value) is not int or value < 0:
+                raise TypeError(f"{name} is {value!r}")
+            column.append(value * _NS)
     sums = samples.parts
     for name, ns in parts.items():
         if ns:
@@ -230,18 +256,28 @@ def _take(samples: Samples, trial: Trial) -> None:
     if len(samples.total) == 1:  # the trials of a case have these in common
         samples.limits.add(_facts(trial.limits))
         samples.software.add(_facts(_identity(trial.software)))
-        samples.detail = {str(name): str(value) for name, value in trial.substrate_detail.items()}
+        if trial.software.get("packages") == "uploaded":
+            samples.detail["packages"] = "uploaded"
+        samples.detail |= {str(name): str(value) for name, value in trial.substrate_detail.items()}
 
 
 def _note(found: Gathered, record: object) -> None:
     if isinstance(record, Batch):
+        if any(type(value) is not int for value in (record.rollouts, record.failed, record.wall_ns)):
+            raise TypeError("a batch whose counts are not numbers")
         if not record.warmup:
             found.batches.setdefault(record.case, []).append(record)
     elif isinstance(record, Gap):
+        if record.case is not None:
+            _checked(record.case)
+        _check_text(record.substrate, record.reason)
         found.gaps.append(record)
     elif isinstance(record, Resume):
+        _check_text(record.at)
         found.resumes.append(record)
     elif isinstance(record, End):
+        if not isinstance(record.host, Mapping) or type(record.wall_ns) is not int:
+            raise TypeError("the end's host or wall clock")
         found.end = record
 
 

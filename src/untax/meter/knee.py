@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 from untax.meter.gather import Gathered, Samples, Series
 from untax.meter.stats import percentile
@@ -35,12 +34,16 @@ class Load:
 
     @property
     def knee(self) -> int | None:
-        """From where on twice as many bring less than a tenth more; None when that was not reached."""
-        for a, b in pairwise(self.points):
-            doublings = math.log2(b.at_once / a.at_once)
-            if doublings > 0 and a.per_s > 0 and (b.per_s / a.per_s) ** (1 / doublings) < _GAIN:
-                return a.at_once
+        """The fewest at once such that no larger number brought a tenth more for each doubling; None when that was not reached."""
+        for n, point in enumerate(self.points[:-1]):
+            if all(_gain(point, later) < _GAIN for later in self.points[n + 1 :]):
+                return point.at_once
         return None
+
+
+def _gain(one: Point, later: Point) -> float:
+    """How many times as many rollouts each second, for each time that twice as many are under way."""
+    return (later.per_s / one.per_s) ** (1 / math.log2(later.at_once / one.at_once)) if one.per_s else math.inf
 
 
 def loads(run: Gathered) -> list[Load]:

@@ -69,7 +69,8 @@ def as_html(table: Table) -> str:
     def cell(tag: str, content: Cell, is_key: bool) -> str:
         under = f"<small>{escape(content.under).replace(chr(10), '<br>')}</small>" if isinstance(content, Value) and content.under else ""
         scope = ' scope="row"' if tag == "th" and is_key else ""
-        return f"<{tag}{scope}>{escape(str(content))}{under}</{tag}>"
+        text = escape(str(content)).replace(" · ", "\u00a0· ")  # a line that is too long breaks behind the dot
+        return f"<{tag}{scope}>{text}{under}</{tag}>"
 
     head = "".join(f'<th scope="col">{escape(title)}</th>' for title in table.head)
     body = "".join(

@@ -144,3 +144,7 @@ def test_many_quiet_cases_do_not_drift_by_chance(tmp_path):
             made += [longer(records.a_trial(case, n, rng=random.Random(1), order=n), rng.lognormvariate(0, 0.2)) for n in range(30)]
         called += "drift" in found(tmp_path, [*made, END])
     assert called <= 2
+
+
+def test_packages_that_came_in_every_trial_are_said(tmp_path):
+    assert "packages uploaded" in found(tmp_path, [records.a_run(), *quiet(software={"image": "x", "packages": "uploaded"}), END])

@@ -1,7 +1,11 @@
 """Reports are whole: every figure is there or a marked gap, nothing is loaded or run, every name is escaped, the same records give the same bytes."""
 
+import copy
+import json
+import random
 import re
 import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -13,7 +17,7 @@ from untax.core.errors import UsageError
 from untax.meter import report
 from untax.meter.figures._svg import MARGIN, NARROW, WIDE, apart, with_colours
 from untax.meter.gather import gather
-from untax.meter.record import Case, Gap
+from untax.meter.record import Case, Gap, to_line
 from untax.meter.report.contents import FIGURES, compile_contents
 
 PAPER_FIGURES = ("composition", "cold-start", "distribution", "amortisation", "completion", "scale")
@@ -207,3 +211,39 @@ def test_png_without_the_extra_names_it(run_dir, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"untax\[png\]"):
         report.write(run_dir, tmp_path, png=True)
     assert not any(file.suffix == ".png" for file in report.write(run_dir, tmp_path))
+
+
+_ODD = (None, True, -1, 0, 1.5, float("nan"), float("inf"), 10**30, "", "<b>", [], {}, [1], {"a": {"b": [1]}}, -(10**18), "\x00\ud800")
+
+
+def _places(value, at=()):
+    """Every place in a JSON document."""
+    for key, inside in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield (*at, key)
+        yield from _places(inside, (*at, key))
+
+
+def test_whatever_was_changed_in_a_file_there_is_a_report_or_words(tmp_path):
+    """One or two values of a good file replaced or removed, at random: never anything but a report or a `UsageError`."""
+    rng = random.Random(11)
+    cases = [Case("process", tier="T0"), Case("namespace", tier="T2", length=10), Case("container", "incumbent", tier="T0", concurrency=8)]
+    good = [json.loads(to_line(record)) for record in records.whole_run(cases, 3)]
+    outcomes = Counter()
+    for _ in range(120):
+        made = copy.deepcopy(good)
+        for _ in range(rng.choice((1, 2))):
+            inside = rng.choice(made) if rng.random() < 0.7 else made[0]
+            *way, last = rng.choice(list(_places(inside)))
+            for key in way:
+                inside = inside[key]
+            if rng.random() < 0.2:
+                del inside[last]
+            else:
+                inside[last] = rng.choice(_ODD)
+        (tmp_path / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in made))
+        try:
+            report.write(tmp_path, tmp_path / "out", png=False)
+            outcomes["report"] += 1
+        except UsageError:
+            outcomes["words"] += 1
+    assert min(outcomes["report"], outcomes["words"]) > 20

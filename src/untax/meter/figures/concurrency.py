@@ -15,7 +15,9 @@ Curve = tuple[Load, Style]
 
 
 def make(view: View) -> Figure:
-    curves = [(load, _style(view, load)) for load in loads(view.run)]
+    curves = sorted(
+        ((load, _style(view, load)) for load in loads(view.run)), key=lambda curve: (curve[0].tier, curve[0].length, curve[0].series)
+    )
     figure = Figure(
         8,
         "concurrency",
@@ -38,17 +40,18 @@ def _style(view: View, load: Load) -> Style:
 
 def _draw(curves: list[Curve], width: float) -> Canvas:
     canvas = Canvas(width)
-    y = legend(canvas, 14, [(str(load), style) for load, style in curves]) + 4
-    rate, p95 = (
-        ("rollouts per second", lambda point: point.per_s, units.digits),
-        ("p95 of one rollout", lambda point: point.p95_s, units.tick),
-    )
-    if canvas.is_narrow:
-        y = _panel(canvas, curves, *rate, 0, width, y, 190) + 8
-        y = _panel(canvas, curves, *p95, 0, width, y, 190)
-    else:
-        _panel(canvas, curves, *rate, 0, width / 2 - 14, y, 240)
-        y = _panel(canvas, curves, *p95, width / 2 + 14, width, y, 240)
+    y = legend(canvas, 14, list(dict.fromkeys((str(load.series), style) for load, style in curves))) + 4
+    for tier, length in dict.fromkeys((load.tier, load.length) for load, _ in curves):
+        step = f"{tier} × {length}" if length else tier
+        of_step = [curve for curve in curves if (curve[0].tier, curve[0].length) == (tier, length)]
+        rate = (f"{step}: rollouts per second", lambda point: point.per_s, "{:g}".format)
+        p95 = (f"{step}: p95 of one rollout", lambda point: point.p95_s, units.tick)
+        if canvas.is_narrow:
+            y = _panel(canvas, of_step, *rate, 0, width, y, 180) + 8
+            y = _panel(canvas, of_step, *p95, 0, width, y, 180) + 8
+        else:
+            _panel(canvas, of_step, *rate, 0, width / 2 - 14, y, 220)
+            y = _panel(canvas, of_step, *p95, width / 2 + 14, width, y, 220) + 8
     canvas.height = y
     return canvas
 

@@ -65,7 +65,7 @@ def summary(run_path: Path) -> str:
 
 def _put(path: Path, data: str | bytes) -> Path:
     """Whole or not at all: a full disk leaves the report that was there before."""
-    raw = data.encode() if isinstance(data, str) else data
+    raw = data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, made = tempfile.mkstemp(dir=path.parent, prefix=".report-")

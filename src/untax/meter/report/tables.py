@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from untax.meter import project, published, units
 from untax.meter.checks import RESOLUTION, narrowing
@@ -275,11 +276,13 @@ def conditions(view: View) -> Table | None:
     table = Table(
         "conditions", "Under contention, and without the image", ["case", "n", "p50", "p95", "p50 ÷ undisturbed", "p95 ÷ undisturbed"]
     )
-    for case, samples in view.run.cases.items():
+    for case, samples in sorted(
+        view.run.cases.items(), key=lambda one: (str(replace(one[0], contention="none", image="present")), str(one[0]))
+    ):
         if not samples.n or (case.contention == "none" and case.image == "present"):
             continue
-        plain = view.run.of(samples.series, case.tier, case.length) if case.concurrency == 1 else None
-        found, base = view.spread(samples), view.spread(plain) if plain else None
+        quiet = view.run.cases.get(replace(case, contention="none", image="present"))
+        found, base = view.spread(samples), view.spread(quiet) if quiet else None
         assert found is not None
         ratios = [_ratio(found.p50, base.p50), _ratio(found.p95, base.p95)] if base else [_NONE, _NONE]
         table.add(
