@@ -115,6 +115,8 @@ class Site:
         queue = asyncio.Semaphore(self._workers) if self._workers else None
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(_release_all, warm)
+            if case.warmth == "warm" and not warm:
+                stack.push_async_callback(self._cool, case, work)
             await stack.enter_async_context(stress.contention(case.contention, self._scratch))
             begin_ns = now_ns()
             boxes = [warm.pop() if warm else None for _ in range(case.concurrency)]
@@ -146,7 +148,7 @@ class Site:
             measured = await self.runner.run(work, path=case.path, is_warm=case.warmth == "warm", held=held, queue=queue)
             attempts += 1
             if case.warmth == "warm" and case.path == "channel":
-                measured.detail["warm"] = "pool" if held is None else "held by the meter"
+                measured.detail["warm"] = "the engine's pool" if held is None else "held by the meter"
             if measured.outcome != "infra" or attempts > self._retries or not getattr(measured.error, "retryable", False):
                 return Attempted(measured, attempts, wasted_ns)
             wasted_ns += measured.total_ns
@@ -172,6 +174,12 @@ class Site:
             await _release_all(boxes)
             raise
         return boxes
+
+    async def _cool(self, case: Case, work: Work) -> None:
+        """Empty the pool again: a cold trial would find what a warm one left."""
+        keep: Callable[..., Any] | None = getattr(self.engine, "warm", None)
+        if keep is not None and case.path == "channel":
+            await keep(work.footing.spec, 0)
 
     async def _see_to_image(self, case: Case, work: Work) -> None:
         if case.image != "absent":
