@@ -79,6 +79,11 @@ class Site:
     def name(self) -> str:
         return self.engine.substrate.name
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether its engine keeps sandboxes ready by itself."""
+        return hasattr(self.engine, "warm")
+
     async def examine(self, workload: Workload) -> None:
         """One sandbox, to see that it works and what it offers; `UntaxError` when it does not."""
         plain = Workload(name=workload.name, image=workload.image, limits=workload.limits)
@@ -176,7 +181,7 @@ class Site:
         return boxes
 
     async def _cool(self, case: Case, work: Work) -> None:
-        """Empty the pool again: a cold trial would find what a warm one left."""
+        """Empty the pool again, so that the machine is as it was for whatever comes next."""
         keep: Callable[..., Any] | None = getattr(self.engine, "warm", None)
         if keep is not None and case.path == "channel":
             await keep(work.footing.spec, 0)
