@@ -21,7 +21,7 @@ from untax.core.substrate import ImageForgetting, Incumbent
 from untax.engine import Engine
 from untax.meter import stress
 from untax.meter.record import Case
-from untax.rollout.footing import Footing, footing
+from untax.rollout.footing import Footing, footing, has_stages
 from untax.rollout.material import Material
 from untax.rollout.runner import Measured, Runner, Work
 from untax.rollout.workload import Workload
@@ -99,7 +99,7 @@ class Site:
             ground = self._footings.get((workload.name, case.warmth))
             if ground is None:
                 ground = await asyncio.to_thread(self._footing, case, workload)
-                if self.engine.layered is not None:
+                if has_stages(self.engine):
                     self._pins.append((await self.engine.prepare(ground.spec)).pin)
                 self._footings[workload.name, case.warmth] = ground
             self._works[key] = Work(workload, ground, workload.of_length(case.length))
@@ -198,6 +198,9 @@ class Site:
                 raise UsageError(
                     f"image {spec.image!r} is in place on this machine and is never absent; name one that is fetched, by [options.{self.name}]"
                 )
+        elif has_stages(self.engine):
+            self.close()
+            await self.engine.warehouse.discard(spec)  # type: ignore[attr-defined]
         else:
             raise UsageError(f"substrate {self.name!r} cannot drop an image")
 

@@ -20,7 +20,7 @@ from untax.ground import Ground
 from untax.leases import Bindings, checked
 from untax.rollout import perform
 from untax.rollout._trial import Trial, Work
-from untax.rollout.footing import PACKAGES
+from untax.rollout.footing import PACKAGES, has_stages
 from untax.rollout.perform import Done
 from untax.rollout.workload import Action
 from untax.tenancy import environment
@@ -71,7 +71,7 @@ class IncumbentTrial(Trial):
         request = checked(self.engine.substrate, spec, Bindings())
         warehouse = self.engine.warehouse
         self._ground = warehouse.at_hand(request)
-        if self._ground is None and warehouse.is_layered:
+        if self._ground is None and has_stages(self.engine):
             self._ground, built = await warehouse.find(request)
             self.measured.stages = dict(built or {})
             self.cut("setup")

@@ -54,7 +54,7 @@ def footing(
         where, directory = "stage", PACKAGES
         if engine.substrate.isolation == "none":
             where, directory = "host", str(material.packages(workload.packages))
-        elif engine.layered is not None:
+        elif has_stages(engine):
             setup_steps = (install_step(workload.packages),)
         else:
             where, upload = "uploaded", material.packages(workload.packages)
@@ -77,6 +77,11 @@ def footing(
     )
     software = {"image": spec.image, "repo": _about(repository, is_there), "packages": where, "workload": workload.digest()}
     return Footing(spec, () if is_there else workload.setup, upload, software)
+
+
+def has_stages(engine: Engine) -> bool:
+    """Whether what a spec needs is built once and stood on: as layers, or taken in as an image of the substrate's own."""
+    return engine.layered is not None or getattr(engine, "importing", None) is not None
 
 
 def install_step(packages: Sequence[str]) -> str:
