@@ -26,7 +26,8 @@ from untax.rollout.material import Material
 from untax.rollout.runner import Measured, Runner, Work
 from untax.rollout.workload import Workload
 
-_PROBE_S = 120.0  # for the first sandbox of an engine, which may have to make its image
+_PROBE_S = 1800.0  # for the first sandbox of an engine, which may have to make or fetch its image
+_TRUE_S = 60.0
 _FAULTS_IN_A_ROW = 5  # after so many the substrate is taken for gone
 
 
@@ -84,13 +85,13 @@ class Site:
         """Whether its engine keeps sandboxes ready by itself."""
         return hasattr(self.engine, "warm")
 
-    async def examine(self, workload: Workload) -> None:
-        """One sandbox, to see that it works and what it offers; `UntaxError` when it does not."""
+    async def examine(self, workload: Workload, *, wait_s: float | None = None) -> None:
+        """One sandbox, to see that it works and what it offers; `UntaxError` when it does not, or not within `wait_s`."""
         plain = Workload(name=workload.name, image=workload.image, limits=workload.limits)
         spec = footing(self.engine, plain, self._material, image=self._image, limits=self._limits).spec
-        async with self.engine.lease(spec, wait_s=_PROBE_S) as box:
+        async with self.engine.lease(spec, wait_s=wait_s or _PROBE_S) as box:
             self.has_incumbent = isinstance(box.sandbox, Incumbent)
-            (await box.run(["true"], timeout_s=_PROBE_S)).check()
+            (await box.run(["true"], timeout_s=_TRUE_S)).check()
 
     async def prepare(self, case: Case, workload: Workload) -> Work:
         """What a case does and stands on, with every stage of it built: none of that is part of a trial."""
