@@ -149,7 +149,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     if limits:
         flags["limits"] = {**said.get("limits", {}), **limits}
     said |= {name: value for name, value in flags.items() if value is not None}
-    said.setdefault("substrates", _usable())
+    if "substrates" not in said:
+        said["substrates"] = _usable()
     said.setdefault("seed", int.from_bytes(os.urandom(2), "big"))
     for name in said["substrates"] if isinstance(said["substrates"], list) else []:
         if name not in substrates.names():

@@ -22,7 +22,7 @@ from untax.meter import conditions, host
 from untax.meter.journal import Journal
 from untax.meter.plan import LEAST_TRIALS, Plan, checked_limits, slots
 from untax.meter.ration import Ration
-from untax.meter.record import Batch, Case, End, Gap, Reader, Resume, Run, Trial
+from untax.meter.record import Batch, Case, End, Gap, Reader, Resume, Run, Trial, Warmth
 from untax.meter.site import Attempted, Site, Slot, facts_of
 from untax.rollout import gitserver
 from untax.rollout.material import Material
@@ -125,7 +125,7 @@ class Bench:
         self._done = done or Done()
         self._say = say
         self._tell = tell
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[tuple[str, Warmth], Site] = {}
         self._works: dict[Case, Work] = {}
         self._slots_done = 0
         self._ration = Ration(plan.budget_s or float("inf"))
@@ -165,36 +165,50 @@ class Bench:
         return address
 
     async def _open(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> None:
+        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready. Without pools one serves both."""
+        try:
+            for warmth in self._plan.warmth:
+                opened = [site for (substrate, _), site in self._sites.items() if substrate == name]
+                if opened and not opened[0].has_pool:
+                    self._sites[name, warmth] = opened[0]
+                else:
+                    self._sites[name, warmth] = await self._opened(stack, name, server)
+        except UntaxError as exc:
+            self._forget(name)
+            self._gap(name, f"{type(exc).__name__}: {exc}")
+
+    async def _opened(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> Site:
         plan = self._plan
         options = dict(plan.options.get(name, {}))
         image = options.pop("image", None)
         packages = sorted({package for workload in self._workloads.values() for package in workload.packages})
-        try:
-            if packages:
-                options.setdefault("setup_wheels", await asyncio.to_thread(self._material.wheels, packages))
-            engine = await stack.enter_async_context(self._make_engine(name, options))
-            site = Site(
-                engine,
-                self._material,
-                self._scratch,
-                server=server,
-                image=image,
-                limits=checked_limits(plan.limits) if plan.limits else None,
-                retries=plan.retries,
-                workers=plan.workers,
-            )
-            stack.callback(site.close)
-            await site.examine(next(iter(self._workloads.values())))
-        except UntaxError as exc:
-            self._gap(name, f"{type(exc).__name__}: {exc}")
-            return
-        self._sites[name] = site
+        if packages:
+            options.setdefault("setup_wheels", await asyncio.to_thread(self._material.wheels, packages))
+        engine = await stack.enter_async_context(self._make_engine(name, options))
+        site = Site(
+            engine,
+            self._material,
+            self._scratch,
+            server=server,
+            image=image,
+            limits=checked_limits(plan.limits) if plan.limits else None,
+            retries=plan.retries,
+            workers=plan.workers,
+        )
+        stack.callback(site.close)
+        # In a time box, one whose image takes longer than a third of it leaves nothing to the others.
+        await site.examine(next(iter(self._workloads.values())), wait_s=plan.budget_s / 3 or None)
+        return site
+
+    def _forget(self, name: str) -> None:
+        for key in [key for key in self._sites if key[0] == name]:
+            del self._sites[key]
 
     async def _prepared(self, cases: Iterable[Case]) -> list[Case]:
         """The cases that there is something to measure for, every stage of them built."""
         able = []
         for case in cases:
-            site = self._sites.get(case.substrate)
+            site = self._sites.get((case.substrate, case.warmth))
             if site is None or case in self._done.dropped or (case.path == "incumbent" and not site.has_incumbent):
                 continue
             try:
@@ -248,7 +262,7 @@ class Bench:
             self._counts[case] = self._counts.get(case, 0) + (case.concurrency if number >= 0 else 0)
             return
         self._journal.check_room()
-        site, work = self._sites[case.substrate], self._works[case]
+        site, work = self._sites[case.substrate, case.warmth], self._works[case]
         started_at, begin_ns = instant(), now_ns()
         try:
             slot = await site.run_slot(case, work)
@@ -343,7 +357,7 @@ class Bench:
     # ---- what could not be had ----
 
     def _lose(self, site: Site, reason: str) -> None:
-        self._sites.pop(site.name, None)
+        self._forget(site.name)
         mine = [case for case in self._works if case.substrate == site.name]
         missing = sum(max(0, slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)) for case in mine)
         for case in mine:

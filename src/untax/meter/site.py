@@ -26,7 +26,8 @@ from untax.rollout.material import Material
 from untax.rollout.runner import Measured, Runner, Work
 from untax.rollout.workload import Workload
 
-_PROBE_S = 120.0  # for the first sandbox of an engine, which may have to make its image
+_PROBE_S = 1800.0  # for the first sandbox of an engine, which may have to make or fetch its image
+_TRUE_S = 60.0
 _FAULTS_IN_A_ROW = 5  # after so many the substrate is taken for gone
 
 
@@ -79,13 +80,18 @@ class Site:
     def name(self) -> str:
         return self.engine.substrate.name
 
-    async def examine(self, workload: Workload) -> None:
-        """One sandbox, to see that it works and what it offers; `UntaxError` when it does not."""
+    @property
+    def has_pool(self) -> bool:
+        """Whether its engine keeps sandboxes ready by itself."""
+        return hasattr(self.engine, "warm")
+
+    async def examine(self, workload: Workload, *, wait_s: float | None = None) -> None:
+        """One sandbox, to see that it works and what it offers; `UntaxError` when it does not, or not within `wait_s`."""
         plain = Workload(name=workload.name, image=workload.image, limits=workload.limits)
         spec = footing(self.engine, plain, self._material, image=self._image, limits=self._limits).spec
-        async with self.engine.lease(spec, wait_s=_PROBE_S) as box:
+        async with self.engine.lease(spec, wait_s=wait_s or _PROBE_S) as box:
             self.has_incumbent = isinstance(box.sandbox, Incumbent)
-            (await box.run(["true"], timeout_s=_PROBE_S)).check()
+            (await box.run(["true"], timeout_s=_TRUE_S)).check()
 
     async def prepare(self, case: Case, workload: Workload) -> Work:
         """What a case does and stands on, with every stage of it built: none of that is part of a trial."""
@@ -94,7 +100,7 @@ class Site:
             ground = self._footings.get((workload.name, case.warmth))
             if ground is None:
                 ground = await asyncio.to_thread(self._footing, case, workload)
-                if self.engine.layered is not None:
+                if self.engine.warehouse.has_stages:
                     self._pins.append((await self.engine.prepare(ground.spec)).pin)
                 self._footings[workload.name, case.warmth] = ground
             self._works[key] = Work(workload, ground, workload.of_length(case.length))
@@ -115,8 +121,8 @@ class Site:
         queue = asyncio.Semaphore(self._workers) if self._workers else None
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(_release_all, warm)
-            if case.warmth == "warm":
-                stack.push_async_callback(self.engine.warm, work.footing.spec, 0)  # or the next cold trial would find one ready
+            if case.warmth == "warm" and not warm:
+                stack.push_async_callback(self._cool, case, work)
             await stack.enter_async_context(stress.contention(case.contention, self._scratch))
             begin_ns = now_ns()
             boxes = [warm.pop() if warm else None for _ in range(case.concurrency)]
@@ -148,7 +154,7 @@ class Site:
             measured = await self.runner.run(work, path=case.path, is_warm=case.warmth == "warm", held=held, queue=queue)
             attempts += 1
             if case.warmth == "warm" and case.path == "channel":
-                measured.detail["warm"] = "pool" if held is None else "held by the meter"
+                measured.detail["warm"] = "the engine's pool" if held is None else "held by the meter"
             if measured.outcome != "infra" or attempts > self._retries or not getattr(measured.error, "retryable", False):
                 return Attempted(measured, attempts, wasted_ns)
             wasted_ns += measured.total_ns
@@ -159,7 +165,7 @@ class Site:
                     return Attempted(measured, attempts, wasted_ns - measured.total_ns)
 
     async def _warmed(self, case: Case, work: Work) -> list[Box]:
-        """Fill the engine's pool, or hold boxes where files have to be put into each."""
+        """Fill the engine's pool, or hold boxes where it has none."""
         if case.warmth != "warm" or case.path != "channel":
             return []
         if work.footing.upload is None:
@@ -174,6 +180,11 @@ class Site:
             raise
         return boxes
 
+    async def _cool(self, case: Case, work: Work) -> None:
+        """Empty the pool again, so that the machine is as it was for whatever comes next."""
+        if case.path == "channel":
+            await self.engine.warm(work.footing.spec, 0)
+
     async def _see_to_image(self, case: Case, work: Work) -> None:
         if case.image != "absent":
             return
@@ -186,6 +197,9 @@ class Site:
                 raise UsageError(
                     f"image {spec.image!r} is in place on this machine and is never absent; name one that is fetched, by [options.{self.name}]"
                 )
+        elif self.engine.warehouse.has_stages:
+            self.close()
+            await self.engine.warehouse.discard(spec)
         else:
             raise UsageError(f"substrate {self.name!r} cannot drop an image")
 

@@ -85,7 +85,8 @@ def lines(summary: Summary) -> list[str]:
     said.append(
         f"a span costs {summary.span_cost_ns} ns" + (f"; * is under {BELOW_RESOLUTION} × that: below resolution" if is_marked else "")
     )
-    said.append(f"unattributed time at p95: {summary.unattributed_p95:.0%} of the allowed max(1 %, 50 µs)")
+    if not math.isnan(summary.unattributed_p95):
+        said.append(f"unattributed time at p95: {summary.unattributed_p95:.0%} of the allowed max(1 %, 50 µs)")
     said += [f"left out: {gap.case or gap.substrate}: {gap.reason}" for gap in summary.gaps]
     if not summary.is_complete:
         said.append("the run is not complete: go on with --resume")

@@ -54,7 +54,7 @@ def footing(
         where, directory = "stage", PACKAGES
         if engine.substrate.isolation == "none":
             where, directory = "host", str(material.packages(workload.packages))
-        elif engine.layered is not None:
+        elif engine.warehouse.has_stages:
             setup_steps = (install_step(workload.packages),)
         else:
             where, upload = "uploaded", material.packages(workload.packages)

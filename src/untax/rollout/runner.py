@@ -94,6 +94,8 @@ class _ChannelTrial(Trial):
             return
         ledger, parts = box.ledger, self.measured.parts_ns
         self.measured.stages = dict(ledger.stages)
+        if (hit := getattr(ledger, "hit", None)) is not None:
+            self.measured.detail["hit"] = hit.kind  # how a pool served it
         until_ns = ledger.start_ns
         parts["queue"] += until_ns - asked_ns
         for span in ledger.spans:

@@ -1,15 +1,15 @@
 """Carrying a plan out on fakes: a failing trial is a record, a substrate that vanishes a gap, and nothing measured is ever lost."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from tests.unit.meter.benching import Bench, plan
 
 from untax.core.errors import CreateError, RecordError, SandboxLost, SubstrateUnavailable
-from untax.meter import conditions, summary
 from untax.meter import run as runs
-from untax.meter.record import Batch, End, Gap, Resume, Run, Trial
+from untax.meter import summary
+from untax.meter.journal import Journal
+from untax.meter.record import Batch, Case, End, Gap, Resume, Run, Trial, no_parts
 from untax.testing import FakeClock, FakeExit, FakeSubstrate
 
 
@@ -269,8 +269,6 @@ async def test_records_that_can_no_longer_be_written_end_the_run_with_words(tmp_
     import errno
     import os
 
-    from untax.meter.journal import Journal
-
     real, written = Journal._write_all, []
 
     def write_all(descriptor, line):
@@ -293,23 +291,19 @@ async def test_records_that_can_no_longer_be_written_end_the_run_with_words(tmp_
     assert len(bench.records(Trial)) == 21
 
 
-async def test_the_summary_counts_failures_and_marks_what_is_below_resolution(tmp_path, monkeypatch):
-    monkeypatch.setattr(conditions, "span_cost_ns", lambda: 10**8)  # of a clock that no trial here is long enough for
-    fake = FakeSubstrate()
-    counted = iter(range(1000))
-    fake.programs["echo"] = lambda *_: FakeExit(code=int(next(counted) == 2))
-    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("cold", "warm"), trials=3))
-    await bench.run()
+def test_the_summary_counts_failures_and_marks_what_is_below_resolution(tmp_path):
+    slow, quick = Case("a", tier="T0"), Case("b", tier="T0", warmth="warm")
+    with Journal.create(tmp_path / "f", Run("r", "now", 1, {}, {}, span_cost_ns=200)) as journal:
+        for number, (case, total, outcome) in enumerate(((slow, 9_000_000, "ok"), (slow, 5, "failed"), (quick, 9_000, "ok"))):
+            parts = {**no_parts(), "create": total}
+            metrics = {"first_command": total} if outcome == "ok" else {}
+            journal.append(Trial("r", case, number, number, False, "now", outcome, parts, total, metrics))
 
-    found = summary.summarise(bench.out / "records.jsonl")
-    assert sum(row.failed for row in found.rows.values()) == 1
-    assert sum(len(row.total) for row in found.rows.values()) == 5
-    assert found.unattributed_p95 <= 1
+    found = summary.summarise(tmp_path / "f")
+    assert [(str(case), len(row.total), row.failed) for case, row in found.rows.items()] == [("a T0 cold", 1, 1), ("b T0 warm", 1, 0)]
     text = "\n".join(summary.lines(found))
-    assert "a span costs" in text
-    assert "*" in text
-    assert all(row["below_resolution"] for row in summary.as_json(found)["cases"])
-
-    exact = replace(found, span_cost_ns=0)
-    assert "*" not in "\n".join(summary.lines(exact))
-    assert not any(row["below_resolution"] for row in summary.as_json(exact)["cases"])
+    assert "a span costs 200 ns; * is under 50 × that" in text
+    assert "9 µs*" in text
+    assert "9.00 ms*" not in text
+    assert "not complete" in text
+    assert [row["below_resolution"] for row in summary.as_json(found)["cases"]] == [False, True]
