@@ -39,7 +39,8 @@ log = logging.getLogger("untax.container")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
 
 STATE_LABEL, OWNER_LABEL, SANDBOX_LABEL = "untax.state", "untax.owner", "untax.sandbox"
-# Of 1, 2, 4, 8 and 16 at once, two to four starts for each processor gave the most containers a second (benchmarks/container.py).
+# On two processors 1, 2, 4, 8 and 16 starts at once gave 3.9, 4.4, 4.8, 5.1 and 4.7 containers a second with Docker (benchmarks/container.py):
+# more than this only makes each of them wait longer.
 _STARTS_PER_CPU = 2
 _ANSWER_S = 20.0  # less than a destroy is waited for
 _READY_S = 30.0
