@@ -73,7 +73,11 @@ async def dispatch(arguments: argparse.Namespace, substrate: str, engine: str, s
     typical = statistics.median(inside)
     theirs = [trip - typical for trip in incumbent]
     ours = _measure.compare(
-        f"dispatch, held channel ({engine})", substrate, held, budget=f"≤ {DISPATCH_MS:g} ms at p50", holds=lambda row: row.p50 <= DISPATCH_MS
+        f"dispatch, held channel ({engine})",
+        substrate,
+        held,
+        budget=f"≤ {DISPATCH_MS:g} ms at p50",
+        holds=lambda row: row.p50 <= DISPATCH_MS,
     )
     exec_row = _measure.compare(f"dispatch, one exec each ({engine})", substrate, theirs)
     share = exec_row.p50 / ours.p50
@@ -126,7 +130,7 @@ async def cold(arguments: argparse.Namespace, substrate: str, engine: str, socke
     ]
 
 
-async def starts(arguments: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
+async def starts(_: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
     """How many containers a second come of so many starts at once: where the default of `starts` comes from."""
     rows = []
     for cap in (1, 2, 4, 8, 16):
@@ -162,7 +166,7 @@ def census(home: Path) -> Counter[str]:
     return found
 
 
-async def cycles(arguments: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
+async def cycles(_: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
     home = _own[engine].home
     took: list[float] = []
     async with _measure.engine_on(substrate, engine=engine, socket=socket) as opened:
@@ -192,7 +196,13 @@ async def cycles(arguments: argparse.Namespace, substrate: str, engine: str, soc
     return [
         _measure.compare(f"one cycle, four at once ({engine})", substrate, took),
         _measure.number(
-            f"left after {len(took)} cycles ({engine})", substrate, left.total(), "things", budget="nothing", holds=not left, note=f"{dict(left)}" if left else ""
+            f"left after {len(took)} cycles ({engine})",
+            substrate,
+            left.total(),
+            "things",
+            budget="nothing",
+            holds=not left,
+            note=f"{dict(left)}" if left else "",
         ),
     ]
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import tarfile
+from typing import ClassVar
 
 import pytest
 
@@ -16,7 +17,7 @@ class ImportingFake(FakeSubstrate):
     """Keeps what it took in as names and contents."""
 
     builder = "no-such-builder"
-    image_sockets = {}
+    image_sockets: ClassVar = {}
 
     def __init__(self, place):
         super().__init__(isolation="container")
@@ -34,7 +35,9 @@ class ImportingFake(FakeSubstrate):
             export(root, self.place / key, "localhost/fake:1", {"label": "x"})
             with tarfile.open(self.place / key) as tar:
                 config = next(
-                    json.load(tar.extractfile(one)) for one in tar if one.name.startswith("blobs/sha256/") and tar.extractfile(one).read(1) == b"{"
+                    json.load(tar.extractfile(one))
+                    for one in tar
+                    if one.name.startswith("blobs/sha256/") and tar.extractfile(one).read(1) == b"{"
                 )
             self.taken[key] = config
         return Root((f"taken:{key}",), config=root.config)

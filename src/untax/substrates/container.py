@@ -168,8 +168,11 @@ class ContainerSubstrate:
         self.images = EngineImages(self.api, self._root / "used", self._keep_images)
         self._labels = {STATE_LABEL: str(self._state_dir), OWNER_LABEL: self._holding.path.name}
         try:
+            version = await self.api.ask("GET", "/version")
+            if self.api.engine == "docker" and any("podman" in str(one.get("Name")).lower() for one in version.get("Components") or ()):
+                self.api.engine = "podman"  # which also listens where Docker would
             await self._sweep()
-        except Refused as exc:
+        except (Refused, AttributeError) as exc:
             raise SubstrateUnavailable(
                 "", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?"
             ) from exc
