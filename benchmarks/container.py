@@ -40,6 +40,7 @@ _own: dict[str, Any] = {}
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", action="append", choices=("docker", "podman"), help="only this one; may be repeated")
     parser.add_argument("--part", action="append", choices=PARTS, help="only this; may be repeated")
+    parser.add_argument("--cycles", type=int, default=CYCLES, help="create, run, destroy (default: %(default)s)")
     parser.add_argument("--freeze-s", type=float, default=30.0, help="how long the engine stands still (default: %(default)g)")
 
 
@@ -166,7 +167,7 @@ def census(home: Path) -> Counter[str]:
     return found
 
 
-async def cycles(_: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
+async def cycles(arguments: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
     home = _own[engine].home
     took: list[float] = []
     async with _measure.engine_on(substrate, engine=engine, socket=socket) as opened:
@@ -185,7 +186,7 @@ async def cycles(_: argparse.Namespace, substrate: str, engine: str, socket: str
         await asyncio.sleep(2)
         before = census(home)
         took.clear()
-        await asyncio.gather(*(several(CYCLES // 4) for _ in range(4)))
+        await asyncio.gather(*(several(arguments.cycles // 4) for _ in range(4)))
         for _ in range(50):  # an engine goes on cleaning up after it has answered
             await asyncio.sleep(0.2)
             if not (left := census(home) - before):
