@@ -35,6 +35,7 @@ PROGRAMS = (
     "report",
     "trajectory",
     "meter",
+    "container",
 )
 QUICK = {
     "cold_create": 50,
@@ -61,6 +62,7 @@ QUICK = {
     "report": 20_000,
     "trajectory": 1,
     "meter": 2,
+    "container": 40,
 }
 
 

@@ -173,7 +173,10 @@ def _home() -> Iterator[Path]:
 
 
 def _run(argv: list[str], **options: object) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(argv, **{"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 120, **options})  # type: ignore[call-overload]
+    done: subprocess.CompletedProcess[bytes] = subprocess.run(
+        argv, **{"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 120, **options}
+    )  # type: ignore[call-overload]
+    return done
 
 
 def _checked(argv: list[str], **options: object) -> bytes:

@@ -142,9 +142,9 @@ def build(root: Path) -> None:
         (root / "usr/bin" / name).chmod(0o755)
         libraries |= _libraries_of(found)
     for library in libraries:
-        target = root / "usr/lib" / Path(library).name
-        shutil.copy2(os.path.realpath(library), target)
-        target.chmod(0o755)
+        copied = root / "usr/lib" / Path(library).name
+        shutil.copy2(os.path.realpath(library), copied)
+        copied.chmod(0o755)
     # The loader looks in the distribution's own directories; one link serves them all.
     for library in libraries:
         where = root / Path(library).parent.relative_to("/")

@@ -89,7 +89,7 @@ class Engine(Leasing):
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
             substrate = substrates.load(substrate, **options)
-        elif options or (state_dir is not None and not isinstance(substrate, Layered)):
+        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing))):
             raise UsageError("options belong to a substrate given by name; this one is already made")
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.

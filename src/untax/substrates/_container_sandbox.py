@@ -196,19 +196,23 @@ class ContainerSandbox:
     # ---- its end ----
 
     async def destroy(self) -> None:
-        if self._held is not None:
-            self._held.sock.close()
-            self._held = None
-        if self._stream is not None:
-            self._stream.close()
-        if self._is_gone:
-            return
+        """First the container, then its stream: see `EngineStream`."""
         try:
-            await remove_container(self._api, self.container)
+            if not self._is_gone:
+                await remove_container(self._api, self.container)
         except (Refused, BackendError) as exc:
             raise DestroyError(self.id, f"container {self.container[:12]}: {exc}") from exc
+        finally:
+            self._hang_up()
         self._is_gone = True
         self._forget(self.id)
+
+    def _hang_up(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            held.sock.close()
+        if self._stream is not None:
+            self._stream.hang_up()
 
 
 async def remove_container(api: EngineApi, container: str) -> None:

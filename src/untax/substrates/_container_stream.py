@@ -49,7 +49,11 @@ class Pieces:
 
 
 class EngineStream:
-    """A `ByteStream` to a process in a container; what it says on standard error is kept apart, as far as there is little of it."""
+    """A `ByteStream` to a process in a container; what it says on standard error is kept apart, as far as there is little of it.
+
+    Closed, it holds the connection until `hang_up`. Its end would be the container's, which would then clean up after itself while it is
+    being removed; of that race Podman leaves control groups behind.
+    """
 
     def __init__(self, sock: socket.socket, early: bytes = b"") -> None:
         self._inner = SocketStream(sock)
@@ -57,15 +61,28 @@ class EngineStream:
         self._pieces = Pieces()
         self._receiver: Receiver | None = None
         self.said = b""
+        self._is_lost = False
         self.write = self._inner.write
         self.drain = self._inner.drain
         self.pause_reading = self._inner.pause_reading
         self.resume_reading = self._inner.resume_reading
-        self.close = self._inner.close
+        self._kept: socket.socket | None = None
 
     @property
     def write_buffer_size(self) -> int:
         return self._inner.write_buffer_size
+
+    def close(self) -> None:
+        if self._kept is None and not self._is_lost:
+            self._kept = self._inner.detach()
+            if self._receiver is not None:
+                self._receiver.connection_lost(None)
+
+    def hang_up(self) -> None:
+        """Let go of the connection. Safe to call twice, and without `close`."""
+        self.close()
+        if self._kept is not None:
+            self._kept.close()
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -78,7 +95,7 @@ class EngineStream:
         try:
             pieces = self._pieces.feed(data)
         except ProtocolError:
-            self._inner.close()
+            self.close()
             return
         for is_output, piece in pieces:
             if is_output:
@@ -88,4 +105,5 @@ class EngineStream:
 
     def connection_lost(self, exc: Exception | None) -> None:
         assert self._receiver is not None
+        self._is_lost = True
         self._receiver.connection_lost(exc)

@@ -39,7 +39,8 @@ log = logging.getLogger("untax.container")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:@-]*")
 
 STATE_LABEL, OWNER_LABEL, SANDBOX_LABEL = "untax.state", "untax.owner", "untax.sandbox"
-# Of 1, 2, 4, 8 and 16 at once, two to four starts for each processor gave the most containers a second (benchmarks/container.py).
+# On two processors 1, 2, 4, 8 and 16 starts at once gave 3.9, 4.4, 4.8, 5.1 and 4.7 containers a second with Docker (benchmarks/container.py):
+# more than this only makes each of them wait longer.
 _STARTS_PER_CPU = 2
 _ANSWER_S = 20.0  # less than a destroy is waited for
 _READY_S = 30.0
@@ -167,8 +168,11 @@ class ContainerSubstrate:
         self.images = EngineImages(self.api, self._root / "used", self._keep_images)
         self._labels = {STATE_LABEL: str(self._state_dir), OWNER_LABEL: self._holding.path.name}
         try:
+            version = await self.api.ask("GET", "/version")
+            if self.api.engine == "docker" and any("podman" in str(one.get("Name")).lower() for one in version.get("Components") or ()):
+                self.api.engine = "podman"  # which also listens where Docker would
             await self._sweep()
-        except Refused as exc:
+        except (Refused, AttributeError) as exc:
             raise SubstrateUnavailable(
                 "", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?"
             ) from exc
