@@ -36,6 +36,7 @@ PROGRAMS = (
     "trajectory",
     "meter",
     "container",
+    "kubernetes",
 )
 QUICK = {
     "cold_create": 50,
@@ -63,6 +64,7 @@ QUICK = {
     "trajectory": 1,
     "meter": 2,
     "container": 40,
+    "kubernetes": 60,
 }
 
 

@@ -7,6 +7,7 @@ everything is.
 import os
 
 import pytest
+from tests import kubehost
 from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
 from tests.serving import ended, started
@@ -34,7 +35,11 @@ def is_served(item):
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
 @pytest.fixture(scope="session", params=[*VARIANTS, SERVED], ids=str)
 def engine(request, _runner, tmp_path_factory):
-    name, options = request.param.substrate, options_of(request)
+    name = request.param.substrate
+    if name == "kubernetes":
+        yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
+        return
+    options = options_of(request)
     if reason := substrates.load(name, **options).unavailable_reason():
         pytest.skip(f"{name}: {reason}")
     state = tmp_path_factory.mktemp("state") / name
@@ -46,6 +51,17 @@ def engine(request, _runner, tmp_path_factory):
     _runner.run(engine.aclose())
     if served is not None:
         _runner.run(ended(served))
+
+
+def _on_a_cluster(_runner, state_dir):
+    """An engine on a cluster that is there for as long as the engine."""
+    with kubehost.cluster() as cluster:
+        substrate = substrates.load("kubernetes", state_dir=str(state_dir), kubeconfig=cluster.kubeconfig)
+        engine = untax.Engine(kubehost.Ahead(substrate))
+        _runner.run(engine.start())
+        engine.test_substrate = "kubernetes"
+        yield engine
+        _runner.run(engine.aclose())
 
 
 @pytest.fixture

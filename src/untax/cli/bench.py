@@ -185,6 +185,8 @@ def _usable() -> list[str]:
         reason = substrate.unavailable_reason()
         if reason is None and getattr(substrate, "is_emulated", False):
             reason = f"it would be emulated here, which is measured on request only: --substrate {name}"
+        if reason is None and not getattr(substrate, "has_host_image", True):
+            reason = "it has no image 'host', which all are timed on"
         if reason is None:
             usable.append(name)
         else:

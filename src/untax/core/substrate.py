@@ -8,7 +8,7 @@ same boundary by the same clock. What only some substrates can do is a small pro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -75,6 +75,8 @@ class Facts:
     shell: str = "/bin/bash"
     proxy_port: int = 3128
     """Where the cell's proxy listens on the sandbox's loopback, when it has a network."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What the image sets, where only the sandbox itself can say so."""
 
 
 @runtime_checkable

@@ -1,0 +1,244 @@
+"""A real Kubernetes for the tests: the one that KUBECONFIG names, or one brought up for the run by the shared `k8s/up` (root only).
+
+Images are made here and loaded into the nodes; nothing is pulled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import tarfile
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from tests.images import KUBERNETES_IMAGE, small_directory, tools_directory
+
+import untax
+
+SMALL = KUBERNETES_IMAGE
+TOOLS = "untax.local/tools:1"
+_loaded: set[tuple[str, int]] = set()  # archives on the nodes of this very cluster
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def tools() -> Path | None:
+    """Where `up`, `load` and `down` are: UNTAX_SHARED, or a folder `shared` beside the repository."""
+    for base in (os.environ.get("UNTAX_SHARED"), _REPOSITORY.parent / "shared"):
+        if base and (Path(base) / "k8s" / "up").exists():
+            return Path(base) / "k8s"
+    return None
+
+
+def state_dir() -> Path:
+    return Path(os.environ.get("UNTAX_K8S_DIR", "/var/tmp/untax-k8s"))
+
+
+def missing_reason() -> str | None:
+    if os.environ.get("KUBECONFIG"):
+        return None
+    if os.geteuid() != 0:
+        return "kubernetes: bringing a cluster up needs root; set KUBECONFIG"
+    if tools() is None:
+        return "kubernetes: no KUBECONFIG, and no shared/k8s to bring a cluster up with"
+    return None
+
+
+class Cluster:
+    """Up between `start` and `stop`; one that was up already stays so."""
+
+    def __init__(self) -> None:
+        self.kubeconfig: str | None = os.environ.get("KUBECONFIG")
+        self.is_given = self.kubeconfig is not None
+        self._is_ours = False
+
+    def start(self, nodes: int = 1) -> None:
+        """Also starts again what was ended of it."""
+        if not self.is_given:
+            place = tools()
+            assert place is not None
+            self._is_ours = self._is_ours or not (state_dir() / "pid" / "kube-apiserver").exists()
+            said = subprocess.run([place / "up", "--nodes", str(nodes)], capture_output=True, text=True, timeout=150)
+            if said.returncode != 0:
+                raise RuntimeError(f"no cluster: {said.stderr.strip()}")
+            self.kubeconfig = said.stdout.strip().splitlines()[-1]
+        load(docker_archive(small_directory(), SMALL))
+
+    def stop(self) -> None:
+        if self._is_ours:
+            place = tools()
+            assert place is not None
+            subprocess.run([place / "down", "--keep"], capture_output=True, timeout=150)
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        program = state_dir() / "bin" / "kubectl"
+        argv = [str(program) if program.exists() else "kubectl", "--kubeconfig", str(self.kubeconfig), *arguments]
+        said = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60)
+        if check and said.returncode != 0:
+            raise RuntimeError(f"kubectl {' '.join(arguments)}: {said.stderr}")
+        return said.stdout
+
+    def apply(self, *objects: dict) -> None:
+        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)}))
+
+    def pid(self, name: str) -> int:
+        """Of `kubelet-1`, `kube-apiserver`, …, to stop it by."""
+        return int((state_dir() / "pid" / name).read_text())
+
+    def end(self, name: str) -> None:
+        """Kill one of its processes; the next `start` starts it again."""
+        pid = self.pid(name)
+        os.kill(pid, signal.SIGKILL)
+        until = time.monotonic() + 10
+        while not _is_over(pid) and time.monotonic() < until:
+            time.sleep(0.02)
+        (state_dir() / "pid" / name).unlink()
+
+
+@contextlib.contextmanager
+def cluster(nodes: int = 1):
+    """A cluster for as long as the block lasts; skips where there can be none."""
+    if reason := missing_reason():
+        pytest.skip(reason)
+    one = Cluster()
+    one.start(nodes)
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def load(archive: Path) -> None:
+    place = tools()
+    server = state_dir() / "pid" / "etcd"
+    if place is None or not server.exists():
+        return  # somebody else's cluster, which pulls
+    mark = (str(archive), server.stat().st_mtime_ns)
+    if mark not in _loaded:
+        _loaded.add(mark)
+        subprocess.run([place / "load", archive], check=True, capture_output=True, timeout=120)
+
+
+def on_nodes() -> set[str]:
+    """What pods leave on nodes that are this machine: tasks, network namespaces, mounts. Records of what has ended a kubelet keeps for a minute."""
+    state = state_dir()
+    found = {f"netns {name}" for name in os.listdir("/run/netns") if name.startswith("cni-")}
+    found |= {f"mount {line.split()[4]}" for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line}
+    for socket in state.glob("node*/run/containerd.sock"):
+        listed = subprocess.run(["ctr", "-a", socket, "-n", "k8s.io", "tasks", "ls", "-q"], capture_output=True, text=True).stdout
+        found |= {f"task {name}" for name in listed.split()}
+    return found
+
+
+def _is_over(pid: int) -> bool:
+    """Gone, or dead and not buried: whoever adopted it may never look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def tools_image() -> str:
+    """An image with git, curl and Python in it, on every node."""
+    load(docker_archive(tools_directory(), TOOLS))
+    return TOOLS
+
+
+def docker_archive(root: Path, name: str, *, architecture: str = "amd64", config: dict | None = None) -> Path:
+    """A directory as an image of one layer, in the form that `docker save` writes; made once for each content and name."""
+    target = (
+        Path(tempfile.gettempdir())
+        / f"untax-test-archive-{os.geteuid()}-{hashlib.sha256(f'{root}{name}{architecture}{config}'.encode()).hexdigest()[:12]}.tar"
+    )
+    if target.exists():
+        return target
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        tar.add(root, arcname=".", filter=_as_root)
+    data = layer.getvalue()
+    about = json.dumps(
+        {
+            "architecture": architecture,
+            "os": "linux",
+            "config": config or {},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(data).hexdigest()}"]},
+        }
+    ).encode()
+    manifest = json.dumps([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]).encode()
+    making = target.with_suffix(f".{os.getpid()}")
+    with tarfile.open(making, "w") as tar:
+        for member, content in (("config.json", about), ("layer.tar", data), ("manifest.json", manifest)):
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    making.rename(target)
+    return target
+
+
+def _as_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = "root"
+    return info
+
+
+class Ahead:
+    """The kubernetes substrate with some pods begun before they are asked for, and ended behind their holder's back.
+
+    A pod takes a second to come up and half a second to go; a suite of some two hundred leases has better things to wait for. Every
+    lease still gets a pod that nobody used. What went wrong with an end is raised by `aclose`.
+    """
+
+    def __init__(self, substrate, ahead: int = 3) -> None:
+        self._substrate = substrate
+        self._ahead = ahead
+        self._spares: dict = {}
+        self._tasks: set[asyncio.Task] = set()
+        self._failed: list[BaseException] = []
+
+    def __getattr__(self, name):
+        return getattr(self._substrate, name)
+
+    async def start(self) -> None:
+        await self._substrate.start()
+
+    async def create(self, spec):
+        key = (spec.image, spec.user, spec.limits)
+        if spec.image != SMALL or spec.user is not None or spec.limits != untax.Limits():
+            return self._ended_later(await self._substrate.create(spec))
+        spares = self._spares.setdefault(key, [])
+        while len(spares) <= self._ahead:
+            spares.append(asyncio.ensure_future(self._substrate.create(spec)))
+        return self._ended_later(await spares.pop(0))
+
+    def _ended_later(self, sandbox):
+        destroy = sandbox.destroy
+
+        async def soon() -> None:
+            task = asyncio.ensure_future(destroy())
+            self._tasks.add(task)
+            task.add_done_callback(self._note)
+
+        sandbox.destroy = soon
+        return sandbox
+
+    def _note(self, task: asyncio.Task) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failed.append(task.exception())
+
+    async def aclose(self) -> None:
+        for spares in self._spares.values():
+            for spare in spares:
+                await (await spare).destroy()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._substrate.aclose()
+        if self._failed:
+            raise self._failed[0]
