@@ -18,7 +18,7 @@ import untax
 from untax import substrates
 
 SPEC = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="container")
-ANSWER_S = 1.5
+ANSWER_S = 3.0  # an engine on a busy machine takes a second
 
 
 @pytest.fixture(params=["docker", "podman"])
