@@ -14,7 +14,7 @@ RATIO = 1.5
 FILES = 500
 
 
-def _repository(place: Path) -> untax.Repo:
+def repository(place: Path) -> untax.Repo:
     """A repository of a few hundred files with some history."""
     git = ["git", "-C", str(place), "-c", "user.name=bench", "-c", "user.email=bench@localhost", "-c", "init.defaultBranch=main"]
     subprocess.run([*git, "init", "--quiet"], check=True)
@@ -30,7 +30,7 @@ def _repository(place: Path) -> untax.Repo:
 async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="untax-bench-repo-") as place:
         plain = _measure.spec_for(substrate)
-        staged = _measure.spec_for(substrate, repo=_repository(Path(place)), setup=("mkdir -p /opt/deps && seq 100 > /opt/deps/list",))
+        staged = _measure.spec_for(substrate, repo=repository(Path(place)), setup=("mkdir -p /opt/deps && seq 100 > /opt/deps/list",))
         async with _measure.engine_on(substrate) as engine:
             begin = time.perf_counter()
             async with engine.lease(staged) as box:

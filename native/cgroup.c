@@ -262,11 +262,12 @@ static int pids_v1_make(const char *id, const struct cg_limits *limits, struct c
     return 0;
 }
 
+static int set_cpu_v1(int dir, uint32_t permille) { return set_number(dir, "cpu.cfs_quota_us", (uint64_t)permille * CPU_PERIOD_US / 1000); }
+
 static int cpu_v1_make(const char *id, const struct cg_limits *limits, struct cg_box *out) {
     autoclose int work = make_group(trees[T_CPU].own, id);
     if (work < 0) return -1;
-    if (set_number(work, "cpu.cfs_period_us", CPU_PERIOD_US)) return -1;
-    if (set_number(work, "cpu.cfs_quota_us", (uint64_t)limits->cpu_permille * CPU_PERIOD_US / 1000)) return -1;
+    if (set_number(work, "cpu.cfs_period_us", CPU_PERIOD_US) || set_cpu_v1(work, limits->cpu_permille)) return -1;
     out->work_join[out->work_joins++] = open_file(work, "tasks", O_WRONLY);
     return 0;
 }
@@ -292,6 +293,29 @@ int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *o
     cg_box_remove(id);
     errno = error;
     return -1;
+}
+
+// The limit with swap may at no moment be below the one without.
+static int change_memory_v1(int work, uint64_t bytes) {
+    if (!set_number(work, "memory.limit_in_bytes", bytes)) {
+        set_number(work, "memory.memsw.limit_in_bytes", bytes);
+        return 0;
+    }
+    return set_number(work, "memory.memsw.limit_in_bytes", bytes) ? -1 : set_number(work, "memory.limit_in_bytes", bytes);
+}
+
+static int open_work(enum tree_index which, const char *id) { return openat(trees[which].own, id, O_RDONLY | O_DIRECTORY | O_CLOEXEC); }
+
+unsigned cg_box_limit(const char *id, const struct cg_limits *limits) {
+    unsigned changed = 0;
+    autoclose int unified = v2_limits ? open_work(T_UNIFIED, id) : -1;
+    autoclose int memory = trees[T_MEMORY].own >= 0 ? open_work(T_MEMORY, id) : -1;
+    autoclose int pids = trees[T_PIDS].own >= 0 ? open_work(T_PIDS, id) : -1;
+    autoclose int cpu = trees[T_CPU].own >= 0 ? open_work(T_CPU, id) : -1;
+    if (memory >= 0 ? !change_memory_v1(memory, limits->memory_bytes) : !set_number(unified, "memory.max", limits->memory_bytes)) changed |= CG_MEMORY;
+    if (!set_number(pids >= 0 ? pids : unified, "pids.max", limits->pids)) changed |= CG_PIDS;
+    if (cpu >= 0 ? !set_cpu_v1(cpu, limits->cpu_permille) : !set_cpu_v2(unified, limits->cpu_permille)) changed |= CG_CPU;
+    return changed;
 }
 
 static void open_join(struct cg_box *out, enum tree_index which, const char *format, const char *id) {

@@ -33,6 +33,8 @@ unsigned cg_open(const char *run);
 unsigned cg_abilities(void);
 // 0, or -1 with errno and *step named; what was made is removed again.
 int cg_box_make(const char *id, const struct cg_limits *limits, struct cg_box *out, const char **step);
+// Other limits for a sandbox that is already there. Which of them hold now, as abilities; the others are as they were.
+unsigned cg_box_limit(const char *id, const struct cg_limits *limits);
 // The join files of a sandbox that is already there.
 int cg_box_open(const char *id, struct cg_box *out);
 void cg_box_close(struct cg_box *box);

@@ -130,7 +130,7 @@ void launcher_create(uint32_t seq, struct rd *r) {
     struct box *b = calloc(1, sizeof *b);
     autoclose int channel = -1;
     pid_t pid = -1;
-    if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .workdir = c.workdir, .disk_bytes = c.disk, .pids = c.limits.pids};
+    if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .workdir = c.workdir, .disk_bytes = c.disk, .file_bytes = c.disk, .pids = c.limits.pids};
     bool has_slot = b && !slot_take(&p.slot, &step);
     if (has_slot && !prepare(&p, &c, &step)) pid = start_child(&p, b, &channel, &step);
     int error = errno;

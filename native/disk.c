@@ -210,6 +210,11 @@ static bool mount_image(const char *image, const char *boxes, char *why, size_t 
 
 // ---- project quotas ----
 
+static int set_project_limit(int dir, uint32_t project, uint64_t bytes) {
+    struct dqblk limit = {.dqb_bhardlimit = bytes / 1024, .dqb_valid = QIF_LIMITS};
+    return (int)syscall(NR_quotactl_fd, dir, QCMD(Q_SETQUOTA, PROJECT_QUOTA), project, &limit);
+}
+
 static int limit_project(int dir, uint16_t number, uint64_t bytes) {
     struct fsxattr attr;
     static unsigned turn;
@@ -218,8 +223,7 @@ static int limit_project(int dir, uint16_t number, uint64_t bytes) {
     attr.fsx_projid = project;
     attr.fsx_xflags |= FS_XFLAG_PROJINHERIT;
     if (ioctl(dir, FS_IOC_FSSETXATTR, &attr)) return -1;
-    struct dqblk limit = {.dqb_bhardlimit = bytes / 1024, .dqb_valid = QIF_LIMITS};
-    return (int)syscall(NR_quotactl_fd, dir, QCMD(Q_SETQUOTA, PROJECT_QUOTA), project, &limit);
+    return set_project_limit(dir, project, bytes);
 }
 
 static bool try_project(void) {
@@ -271,6 +275,17 @@ int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, s
     disk_box_close(out);
     disk_drop(id);
     errno = error;
+    return -1;
+}
+
+int disk_limit(const char *id, uint64_t bytes, bool in_memory) {
+    autoclose int dir = openat(disk.boxes, id, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    struct fsxattr attr;
+    if (dir < 0) return -1;
+    if (in_memory) return mounts_resize(dir, bytes, 0);
+    if (disk.mode == DISK_BTRFS || disk.mode == DISK_IMAGE) return limit_subvolume(dir, bytes);
+    if (disk.mode == DISK_PROJECT) return ioctl(dir, FS_IOC_FSGETXATTR, &attr) ? -1 : set_project_limit(dir, attr.fsx_projid, bytes);
+    errno = EOPNOTSUPP;
     return -1;
 }
 

@@ -22,6 +22,8 @@ enum disk_mode disk_mode(void);
 // `number` is no other live sandbox's on this machine. With `in_memory` a tmpfs of that size. 0, or -1 with errno; nothing is left behind.
 int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out);
 void disk_box_close(struct disk_box *box);
+// Another limit for what lies under `id`. 0, or -1 with errno: EOPNOTSUPP where there are no limits.
+int disk_limit(const char *id, uint64_t bytes, bool in_memory);
 // A copy of what lies under `id`, as it is now, under `copy`: only upper/ is promised. May take long. 0, or -1 with errno; then disk_drop removes what there is.
 int disk_clone(const char *id, const char *copy);
 // A directory below boxes/, for looking; -1 with errno.

@@ -110,7 +110,7 @@ static int start(uint32_t seq, const struct box *b, const char *user, char *name
     struct birth *birth = birth_map(note);
     if (!birth) return -1;
     struct entry e = {.birth = birth, .in_userns = L.in_userns, .pidfd = b->pidfd, .userns = b->slot.userns, .sock = workers, .status = theirs, .setup = b->status, .user = user,
-                      .workdir = b->workdir, .disk_bytes = b->disk_bytes, .pids = b->pids};
+                      .workdir = b->workdir, .disk_bytes = b->file_bytes, .pids = b->pids};
     pid_t pid = cg_box_open(b->id, &e.cg) ? -1 : fork();
     if (!pid) sandbox_enter(&e);
     int error = errno;

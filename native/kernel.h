@@ -8,7 +8,7 @@
 #include <unistd.h>
 
 enum {
-    NR_open_tree = 428, NR_move_mount = 429, NR_fsopen = 430, NR_fsconfig = 431, NR_fsmount = 432, NR_pidfd_send_signal = 424,
+    NR_open_tree = 428, NR_move_mount = 429, NR_fsopen = 430, NR_fsconfig = 431, NR_fsmount = 432, NR_fspick = 433, NR_pidfd_send_signal = 424,
     NR_clone3 = 435, NR_close_range = 436, NR_openat2 = 437, NR_mount_setattr = 442, NR_quotactl_fd = 443,
 };
 
@@ -16,7 +16,8 @@ enum {
 enum {
     K_OPEN_TREE_CLONE = 1, K_OPEN_TREE_CLOEXEC = 02000000, K_AT_RECURSIVE = 0x8000, K_AT_EMPTY_PATH = 0x1000,
     K_MOVE_FROM_EMPTY = 0x4, K_MOVE_TO_EMPTY = 0x40,
-    K_FSOPEN_CLOEXEC = 1, K_FSMOUNT_CLOEXEC = 1, K_FSCONFIG_FLAG = 0, K_FSCONFIG_STRING = 1, K_FSCONFIG_CREATE = 6,
+    K_FSOPEN_CLOEXEC = 1, K_FSMOUNT_CLOEXEC = 1, K_FSCONFIG_FLAG = 0, K_FSCONFIG_STRING = 1, K_FSCONFIG_CREATE = 6, K_FSCONFIG_RECONFIGURE = 7,
+    K_FSPICK_CLOEXEC = 1, K_FSPICK_EMPTY_PATH = 8,
     K_ATTR_RDONLY = 0x1, K_ATTR_NOSUID = 0x2, K_ATTR_NODEV = 0x4, K_ATTR_NOEXEC = 0x8, K_ATTR_IDMAP = 0x100000,
 };
 
@@ -42,6 +43,7 @@ static inline int k_fsconfig(int fd, unsigned command, const char *key, const vo
     return (int)syscall(NR_fsconfig, fd, command, key, value, 0);
 }
 static inline int k_fsmount(int fd, unsigned attributes) { return (int)syscall(NR_fsmount, fd, K_FSMOUNT_CLOEXEC, attributes); }
+static inline int k_fspick(int dir) { return (int)syscall(NR_fspick, dir, "", K_FSPICK_CLOEXEC | K_FSPICK_EMPTY_PATH); }
 static inline int k_mount_setattr(int dir, const char *path, unsigned flags, struct k_mount_attr *attr) {
     return (int)syscall(NR_mount_setattr, dir, path, flags, attr, sizeof *attr);
 }

@@ -10,6 +10,8 @@
 //            u64 ns for which everything stood still, bytes name of the layer
 //   DROP_LAYER bytes name     of a layer on which nobody stands any more
 //   PRISTINE u32 handle       answer: u8 whether nothing has been done in it
+//   LIMIT    u32 handle, u64 memory, u32 pids, u32 cpu_permille, u64 disk, u64 tmp. Answer: u8 what holds now (bits of enum held, limit.c),
+//            u8 whether its workers have to be replaced for that
 //   SWEEP    bytes run        remove what a dead engine of that name left in the control groups
 // Answers: u32 seq, u8 status; status 0 and fields, or 1, bytes step, i32 errno. With seq 0 and status 2: u32 handle died, u8 had_failed, bytes step, i32 errno.
 #define _GNU_SOURCE
@@ -269,7 +271,7 @@ void launcher_packet(const uint8_t *packet, size_t size) {
         launcher_refuse(seq, "not configured", EINVAL);
         return;
     }
-    if (op == OP_ENTER || op == OP_FREEZE || op == OP_SNAPSHOT || op == OP_PRISTINE) {
+    if (op == OP_ENTER || op == OP_FREEZE || op == OP_SNAPSHOT || op == OP_PRISTINE || op == OP_LIMIT) {
         struct rd about = r;
         if (launcher_defer(rd_u32(&about), packet, size)) return;
     }
@@ -283,6 +285,7 @@ void launcher_packet(const uint8_t *packet, size_t size) {
     case OP_SNAPSHOT: launcher_snapshot(seq, &r); break;
     case OP_DROP_LAYER: launcher_drop_layer(seq, &r); break;
     case OP_PRISTINE: launcher_pristine(seq, &r); break;
+    case OP_LIMIT: launcher_limit(seq, &r); break;
     default: launcher_refuse(seq, "request", EINVAL);
     }
 }

@@ -16,7 +16,7 @@
 #define RANGE_BITS 12  // a handle is a generation and the sandbox's range
 #define ID_MAX 64
 
-enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP, OP_SNAPSHOT, OP_DROP_LAYER, OP_PRISTINE };
+enum op { OP_CONFIG = 1, OP_CREATE, OP_DESTROY, OP_ENTER, OP_FREEZE, OP_SWEEP, OP_SNAPSHOT, OP_DROP_LAYER, OP_PRISTINE, OP_LIMIT };
 
 struct box {
     uint32_t handle;
@@ -30,6 +30,7 @@ struct box {
     pid_t pid;          // of its first process
     int pidfd, control, status;
     uint64_t disk_bytes;
+    uint64_t file_bytes;   // no file of its workers' may become larger
     uint32_t pids;
     uint32_t destroy_seq;  // who waits for its end; 0: nobody
     struct setup_failure failure;
@@ -91,6 +92,9 @@ void launcher_drop_layer(uint32_t seq, struct rd *r);
 bool launcher_defer(uint32_t handle, const uint8_t *packet, size_t size);
 bool launcher_snapshotting(void);             // true while any are taken; ends those that take too long, and hands out what has waited
 void launcher_packet(const uint8_t *packet, size_t size);
+
+// In limit.c.
+void launcher_limit(uint32_t seq, struct rd *r);
 
 // In pristine.c.
 uint64_t launcher_print(const struct layout *l, int disk);

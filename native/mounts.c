@@ -31,6 +31,16 @@ int mounts_tmpfs(uint64_t bytes, uint64_t inodes, const char *mode, unsigned att
     return k_fsmount(fs, attributes);
 }
 
+int mounts_resize(int root, uint64_t bytes, uint64_t inodes) {
+    autoclose int fs = k_fspick(root);
+    char text[32];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)bytes);
+    if (fs < 0 || k_fsconfig(fs, K_FSCONFIG_STRING, "size", text)) return -1;
+    snprintf(text, sizeof text, "%llu", (unsigned long long)inodes);
+    if (inodes && k_fsconfig(fs, K_FSCONFIG_STRING, "nr_inodes", text)) return -1;
+    return k_fsconfig(fs, K_FSCONFIG_RECONFIGURE, NULL, NULL);
+}
+
 // ---- the stage ----
 
 static const struct {

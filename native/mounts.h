@@ -34,5 +34,7 @@ int mounts_writable(int dir);
 int mounts_overlay(struct mounts *m, const int *lowers, size_t count, int upper, int work, uid_t as);
 // A detached tmpfs of that size; `inodes` 0 means the kernel's default.
 int mounts_tmpfs(uint64_t bytes, uint64_t inodes, const char *mode, unsigned attributes);
+// Another size for a tmpfs that `root` is the root of. 0, or -1 with errno; it cannot become smaller than what is in it.
+int mounts_resize(int root, uint64_t bytes, uint64_t inodes);
 
 #endif

@@ -31,7 +31,6 @@
 
 #define PTYS_MAX "64"
 #define SETUP_PATIENCE_MS 4000  // less than the launcher waits for a worker
-#define TMPFS_INODES(bytes) ((bytes) / 4096 + 1024)
 
 static int status_fd = -1;
 
@@ -172,9 +171,9 @@ static void set_limits(uint64_t disk_bytes, uint32_t pids) {
     limit(RLIMIT_RTPRIO, 0);
     limit(RLIMIT_NICE, 0);
     limit(RLIMIT_FSIZE, disk_bytes);
-    // Counted within the sandbox's user namespace: holds even where there is no pids group. Where there is one it must be met first,
-    // because only the group counts its refusals; many forks at once are over this limit for a moment before they are refused there.
-    limit(RLIMIT_NPROC, cg_abilities() & CG_PIDS ? pids + pids / 4 + 16 : pids);
+    // Counted within the sandbox's user namespace: holds even where there is no pids group. Where there is one it is left to that, which counts what it
+    // refused and can be changed later.
+    if (!(cg_abilities() & CG_PIDS)) limit(RLIMIT_NPROC, pids);
 }
 
 // What "root inside" may do, within its own user namespace: enough to install packages.

@@ -11,6 +11,7 @@
 #include "slot.h"
 
 #define VIEWS_MAX 32
+#define TMPFS_INODES(bytes) ((bytes) / 4096 + 1024)
 
 // A detached mount and where it goes.
 struct view {

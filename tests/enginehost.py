@@ -154,6 +154,12 @@ class _Server:
         spec = spec_from(request["spec"])
         self._boxes[request["box"]] = await self._engine.acquire(spec, **request["options"])
 
+    async def op_warm(self, request: dict[str, Any]) -> None:
+        await self._engine.warm(spec_from(request["spec"]), request["n"])
+
+    async def op_pools(self, _request: dict[str, Any]) -> Any:
+        return self._engine.pools().as_dict()
+
     async def op_release(self, request: dict[str, Any]) -> None:
         await self._boxes.pop(request["box"]).release()
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from untax.core.spec import EnvSpec, Limits, Repo
     from untax.engine import Engine
     from untax.layers.merged import Change
+    from untax.pool.options import PoolOptions
+    from untax.pool.status import PoolStatus, StageStatus
     from untax.remote.engine import connect
     from untax.snapshot import Snapshot
 
@@ -66,12 +68,15 @@ _HOME = {
     "Ledger": "untax.core.ledger",
     "Limits": "untax.core.spec",
     "Match": "untax.channel.replies",
+    "PoolOptions": "untax.pool.options",
+    "PoolStatus": "untax.pool.status",
     "Process": "untax.channel.process",
     "ProcessInfo": "untax.channel.replies",
     "Repo": "untax.core.spec",
     "SearchResult": "untax.channel.replies",
     "Session": "untax.channel.session",
     "Snapshot": "untax.snapshot",
+    "StageStatus": "untax.pool.status",
     "TreeSize": "untax.channel.replies",
     "connect": "untax.remote.engine",
 }
@@ -107,6 +112,8 @@ __all__ = [
     "PermissionDenied",
     "PoolClosed",
     "PoolError",
+    "PoolOptions",
+    "PoolStatus",
     "PoolTimeout",
     "Process",
     "ProcessInfo",
@@ -120,6 +127,7 @@ __all__ = [
     "SpawnFailed",
     "StageError",
     "StageFailed",
+    "StageStatus",
     "StageUnavailable",
     "SubstrateError",
     "SubstrateUnavailable",

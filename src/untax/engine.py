@@ -11,15 +11,17 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from untax import substrates
+from untax.channel.client import Channel
 from untax.core.errors import (
     BackendError,
     PoolClosed,
     PoolTimeout,
+    SandboxLost,
     SubstrateError,
     SubstrateUnavailable,
     UntaxError,
@@ -27,11 +29,17 @@ from untax.core.errors import (
 )
 from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
-from untax.core.spec import EnvSpec, Network
-from untax.core.substrate import Layered, Sandbox, Service, Substrate, Unenforced, said_together
+from untax.core.spec import EnvSpec, Limits, Network
+from untax.core.stream import ByteStream
+from untax.core.substrate import BindingLate, Layered, Sandbox, Service, Substrate, Unenforced, said_together
 from untax.ground import Ground
 from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
+from untax.pool.costs import Costs
+from untax.pool.options import PoolOptions
+from untax.pool.record import PoolRecord
+from untax.pool.status import PoolStatus
+from untax.pooling import Pooling
 from untax.quarantine import Quarantine, try_destroy
 from untax.snapshot import Snapshot
 from untax.tenancy import Tenancy
@@ -44,6 +52,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = logging.getLogger("untax.engine")
+
+_DEADLINE_GRACE_S = 0.1
 
 
 class Engine(Leasing):
@@ -65,11 +75,16 @@ class Engine(Leasing):
         store_budget_mib: int | None = None,
         setup_network: Network = "none",
         setup_wheels: str | os.PathLike[str] | None = None,
+        pool: PoolOptions | None = None,
         clock: Clock = now_ns,
         **options: Any,
     ) -> None:
         if limits not in ("warn", "strict"):
             raise UsageError(f"limits must be 'warn' or 'strict', not {limits!r}")
+        if not isinstance(pool, PoolOptions | None):
+            raise UsageError(f"pool must be an untax.PoolOptions, not {type(pool).__name__}")
+        # A substrate that somebody made has state of its own, unless it is told where ours is.
+        self._has_state = isinstance(substrate, str) or state_dir is not None
         if isinstance(substrate, str):
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
@@ -82,7 +97,11 @@ class Engine(Leasing):
         super().__init__(clock)
         self._strict = limits == "strict"
         self._said: set[str] = set()
-        self._quarantine = Quarantine()
+        self.quarantine = Quarantine()
+        self._pool_options = pool if pool is not None else PoolOptions()
+        self._pooling: Pooling | None = None
+        self._record: PoolRecord | None = None
+        self._late = substrate.binds_late if isinstance(substrate, BindingLate) else frozenset[str]()
         self._warehouse = Warehouse(self, state_dir, budget_mib=store_budget_mib, setup_network=setup_network, setup_wheels=setup_wheels)
 
     # ---- its own life ----
@@ -97,12 +116,22 @@ class Engine(Leasing):
             if isinstance(self.substrate, Service):
                 await self.substrate.start()
             await self._warehouse.start()
+            await self._open_pool()
         except BaseException:
             self._state = "closed"
             if isinstance(self.substrate, Service):
                 await self.finish(self.chore(self.substrate.aclose()))
             raise
         self._state = "running"
+
+    async def _open_pool(self) -> None:
+        record = PoolRecord(self._warehouse.state_dir / "pools", self.substrate.name) if self._has_state else None
+        costs = await asyncio.to_thread(record.open) if record is not None else Costs()
+        self._pooling = Pooling(self, self._pool_options, costs)
+        if record is not None:
+            self._record = record
+            record.watch(self._pooling.status)
+            self._pooling.driver.changed = record.changed
 
     async def aclose(self) -> None:
         """Release every box and every snapshot that is not saved, wait until what they held is gone, and end. Safe to call twice."""
@@ -115,11 +144,17 @@ class Engine(Leasing):
         return self.substrate
 
     async def _close(self) -> None:
+        if self._pooling is not None:
+            self._pooling.driver.close()
         for outcome in await asyncio.gather(*(box.release() for box in list(self._boxes)), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 log.warning("while closing: %s: %s", type(outcome).__name__, outcome)
+        if self._pooling is not None:
+            await self._pooling.driver.wait_closed()
         await self._wait_chores()
-        await self._quarantine.aclose()
+        if self._record is not None:
+            await self._record.aclose()
+        await self.quarantine.aclose()
         self._warehouse.let_go()
         await self._wait_chores()
         self._warehouse.close()
@@ -139,7 +174,24 @@ class Engine(Leasing):
         the `pin` of what is given is closed, or the engine.
         """
         self._check_running()
-        return await self._warehouse.prepare(checked(self.substrate, spec, Bindings()).spec, progress)
+        prepared = await self._warehouse.prepare(checked(self.substrate, spec, Bindings()).spec, progress)
+        self.pooling.forget(spec)
+        return prepared
+
+    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+        """Keep at least `n` sandboxes of `spec` ready from now on; returns once they are. `n=0` ends that.
+
+        What stands in the way is raised: `StageFailed` with the log of a set-up that fails, `UsageError` for what does not fit the
+        pool, `CreateError` when sandboxes do not come up.
+        """
+        request = checked(self.substrate, spec, Bindings(limits=limits))
+        self._check_running()
+        await self.pooling.warm(request, n)
+
+    def pools(self) -> PoolStatus:
+        """What is idle, leased and on its way at which stage, how leases were served, and what the steps cost."""
+        self._check_running()
+        return self.pooling.status()
 
     async def find_snapshot(self, snapshot_id: str) -> Snapshot:
         """A saved snapshot by its id; `UsageError` when there is none."""
@@ -155,7 +207,9 @@ class Engine(Leasing):
         if request.wait_s is None:
             return await self._fulfil(request, watch)
         try:
-            async with asyncio.timeout(request.wait_s) as deadline:
+            # The pool ends a wait at its deadline, and says what it was for. This is for what is no wait: finding, adding, binding.
+            grace_s = _DEADLINE_GRACE_S if request.is_plain else 0.0
+            async with asyncio.timeout(request.wait_s + grace_s) as deadline:
                 return await self._fulfil(request, watch)
         except TimeoutError:
             if not deadline.expired():
@@ -173,7 +227,8 @@ class Engine(Leasing):
         box = self.box_class(self, request, ledger)
         self._boxes.add(box)
         try:
-            ledger.add("queue", *watch.part())
+            if not request.is_plain:
+                ledger.add("queue", *watch.part())
             await box.furnish(watch)
         except BaseException as exc:
             self._boxes.discard(box)
@@ -186,13 +241,30 @@ class Engine(Leasing):
     # ---- for boxes ----
 
     @property
+    def pooling(self) -> Pooling:
+        assert self._pooling is not None  # from `start` on
+        return self._pooling
+
+    def fixed(self, spec: EnvSpec) -> tuple[object, ...]:
+        """What is settled when a sandbox is created, so that one which was made ahead serves only leases with the same."""
+        return (
+            None if "limits" in self._late else spec.limits,
+            None if "user" in self._late else spec.user,
+            None if spec.repo is not None or spec.setup else spec.workdir,
+        )
+
+    def channel_over(self, stream: ByteStream, sandbox_id: str, network: Network, on_lost: Callable[[SandboxLost], None]) -> Channel:  # noqa: ARG002  for a subclass
+        """The client's end of a sandbox's stream, for leases with this policy."""
+        return Channel(stream, sandbox_id=sandbox_id, on_lost=on_lost)
+
+    @property
     def warehouse(self) -> Warehouse:
         return self._warehouse
 
     @property
     def quarantined(self) -> tuple[str, ...]:
         """The ids of sandboxes that could not be proven gone; each is tried again until it is, and never leased."""
-        return self._quarantine.ids
+        return self.quarantine.ids
 
     async def create(self, spec: EnvSpec, ground: Ground | None = None, cache: Path | None = None) -> Sandbox:
         """A sandbox, or nothing: cancelled in between, what comes of it is destroyed. `ground` is held for it until it is gone."""
@@ -231,7 +303,7 @@ class Engine(Leasing):
         if why is None:
             let_go()
         else:
-            self._quarantine.add(sandbox, why, let_go)
+            self.quarantine.add(sandbox, why, let_go)
 
     def check_enforced(self, sandbox: Sandbox, unenforced: tuple[Unenforced, ...]) -> None:
         """Refuse, or say once, what this host cannot hold a sandbox to."""

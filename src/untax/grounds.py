@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from untax.core.spec import EnvSpec, Repo
+from untax.core.stage import Stage
 from untax.ground import Ground, Support
 
 if TYPE_CHECKING:
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
 # Stages that no lease uses are kept at hand, and pinned in the store, up to this many; further ones are looked for again.
 _AT_HAND = 64
 
-_Key = tuple[str, Repo | None, tuple[str, ...], str | None]
+Recipe = tuple[str, Repo | None, tuple[str, ...], str | None]
 
 
 class Grounds:
     def __init__(self, store: LayerStore, stages: Stages) -> None:
         self.store = store
         self._stages = stages
-        self._at_hand: OrderedDict[_Key, Ground] = OrderedDict()
-        self._uses: Counter[_Key] = Counter()  # of what is at hand, since it was found
+        self._at_hand: OrderedDict[Recipe, Ground] = OrderedDict()
+        self._uses: Counter[Recipe] = Counter()  # of what is at hand, since it was found
 
     def at_hand(self, spec: EnvSpec) -> Ground | None:
         """Held for the caller; None when it has to be looked for."""
-        key = _key(spec)
+        key = recipe_of(spec)
         ground = self._at_hand.get(key)
         if ground is None:
             return None
@@ -46,6 +47,10 @@ class Grounds:
         prepared = await self._stages.root(spec, progress=progress)
         return self._keep(spec, prepared).hold(), prepared.built
 
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The rungs of `spec`, and the keys of those that are here already."""
+        return await self._stages.ladder(spec)
+
     async def prepare(self, spec: EnvSpec, progress: Progress | None = None) -> Prepared:
         """As the image is now. Leases of that image look for it again; the pin is the caller's."""
         prepared = await self._stages.root(spec, progress=progress, ask_again=True)
@@ -55,14 +60,14 @@ class Grounds:
 
     def forget(self, spec: EnvSpec) -> None:
         """Look for it again next time: what was at hand did not serve."""
-        if _key(spec) in self._at_hand:
-            self._put_back(_key(spec))
+        if recipe_of(spec) in self._at_hand:
+            self._put_back(recipe_of(spec))
 
     def close(self) -> None:
         for key in list(self._at_hand):
             self._put_back(key)
 
-    def _put_back(self, key: _Key) -> None:
+    def _put_back(self, key: Recipe) -> None:
         """Let go of it, and tell the store how much use it was: that decides what is evicted first."""
         ground = self._at_hand.pop(key)
         uses = self._uses.pop(key, 0)
@@ -79,12 +84,12 @@ class Grounds:
             (Support(lambda: pin.close() if pin is not None else None),),
         )
         self.forget(spec)
-        self._at_hand[_key(spec)] = ground
+        self._at_hand[recipe_of(spec)] = ground
         while len(self._at_hand) > _AT_HAND:
             self._put_back(next(iter(self._at_hand)))
         return ground
 
 
-def _key(spec: EnvSpec) -> _Key:
+def recipe_of(spec: EnvSpec) -> Recipe:
     """Exactly what the stages of a spec depend on."""
     return spec.image, spec.repo, spec.setup, spec.workdir

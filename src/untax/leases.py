@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from untax.channel.egress import Policy
 from untax.core.errors import UsageError
 from untax.core.spec import EnvSpec, FrozenEnv, Limits, Network, freeze_env, is_as_strong, require_duration
+from untax.core.stage import Stage
 from untax.ground import Ground
 from untax.snapshot import Snapshot
 
@@ -46,6 +47,24 @@ class Request:
     """The same, already found; the engine's own builds begin so, with a `cache` that they share."""
     cache: Path | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it begins with its spec's own stages and nothing else, so that a pool can serve it."""
+        return self.snapshot is None and self.ground is None
+
+    def neutral(self, stages: Sequence[Stage] | None = None) -> Request:
+        """The same with nothing in it that binds late, with `stages` of no more than these; what cannot bind late stays."""
+        spec = self.spec
+        changes: dict[str, Any] = {"env": FrozenEnv(), "network": "none"}
+        names = {stage.name for stage in stages} if stages is not None else {"repo", "deps"}
+        if "repo" not in names:
+            changes["repo"] = None
+        if "deps" not in names:
+            changes["setup"] = ()
+        if not names & {"repo", "deps"} and (spec.repo is not None or spec.setup):
+            changes["workdir"] = None  # of what is left out
+        return Request(replace(spec, **changes), {}, None, self.ttl_s)
+
 
 class Offer(Protocol):
     """What a spec is measured against: a substrate here, or what a server says about its own."""
@@ -76,7 +95,8 @@ def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
         spec = replace(spec, **changes)
     if late.wait_s is not None:
         require_duration("wait_s", late.wait_s)
-    Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
+    if spec.network != "none":
+        Policy(spec.network)  # reads the patterns as it will read them later, and refuses what it could not
     return Request(spec, _checked_files(late.files), late.wait_s, require_duration("ttl_s", late.ttl_s))
 
 

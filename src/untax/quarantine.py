@@ -47,6 +47,16 @@ class Quarantine:
         if self._retrying is None or self._retrying.done():
             self._retrying = asyncio.ensure_future(self._retry())
 
+    def when_gone(self, sandbox_id: str, also: Callable[[], object]) -> None:
+        """Call `also` too, once the sandbox is proven gone."""
+        sandbox, on_gone = self._kept[sandbox_id]
+
+        def both() -> None:
+            on_gone()
+            also()
+
+        self._kept[sandbox_id] = (sandbox, both)
+
     async def aclose(self) -> None:
         """Try each a last time; the next start of the substrate sweeps what is left."""
         if self._retrying is not None:

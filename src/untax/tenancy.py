@@ -9,16 +9,12 @@ import asyncio
 import logging
 from builtins import list as list_
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from untax.box import Box
-from untax.channel import actions
-from untax.channel.client import READY_TIMEOUT_S, Channel
+from untax.channel.egress import Egress
 from untax.core.errors import (
-    CommandFailed,
     CreateError,
-    ProtocolError,
-    ReadinessTimeout,
     SandboxLost,
     SubstrateError,
     SubstrateUnavailable,
@@ -27,46 +23,17 @@ from untax.core.errors import (
 from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.spec import EnvSpec
-from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Freezable, Frozen, LayeredSandbox, Sandbox, UserSwitching
+from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Sandbox, UserSwitching
 from untax.ground import Ground
 from untax.snapshot import Snapshot
+from untax.standby import NO_IMAGE, Standby, raise_up
 
 if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.layers.merged import Change
     from untax.leases import Request
 
-T = TypeVar("T")
-
 log = logging.getLogger("untax.box")
-
-SETUP_TIMEOUT_S = 3600.0  # a step may install a large dependency tree
-
-# What every command finds, whatever the image; nothing of the engine's own environment gets in. Nobody is there to answer a
-# prompt or to leave a pager (THREATS 6.1).
-BASE_ENV: Mapping[str, str] = {
-    "LANG": "C.UTF-8",
-    "TERM": "dumb",
-    "PAGER": "cat",
-    "GIT_PAGER": "cat",
-    "GIT_TERMINAL_PROMPT": "0",
-    "DEBIAN_FRONTEND": "noninteractive",
-    "PIP_NO_INPUT": "1",
-}
-_ORDINARY = Facts(workdir="/", home="/root", user="root")
-_NO_IMAGE = ImageConfig()
-
-
-def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = _NO_IMAGE) -> dict[str, str]:
-    """The variables that commands start with: what the base, the sandbox, the image and the policy say, and the spec over them."""
-    env = {**BASE_ENV, "PATH": facts.path, "HOME": facts.home, "USER": facts.user, "SHELL": facts.shell, **image.env}
-    if spec.network != "none":
-        proxy = f"http://127.0.0.1:{facts.proxy_port}"
-        for name in ("http_proxy", "https_proxy"):
-            env[name] = env[name.upper()] = proxy
-        env["no_proxy"] = env["NO_PROXY"] = "localhost,127.0.0.1,::1"
-    return {**env, **spec.env}
 
 
 class Tenancy(Box):
@@ -76,10 +43,11 @@ class Tenancy(Box):
 
     def __init__(self, engine: Engine, request: Request, ledger: Ledger) -> None:
         super().__init__(engine, request, ledger)
-        self._bound = request.spec  # with what the image wishes where the spec says nothing
         self._ground: Ground | None = None  # what the lease began with; None where the substrate has no layers
         self._standing: Ground | None = None  # what the sandbox stands on now
         self._sandbox: Sandbox | None = None
+        self._standby: Standby | None = None  # the pool's, when the sandbox came from there and was not replaced since
+        self._place: str | None = None  # in the pool, by the name it has there; None for one that is none of its
         self._parting: tuple[Sandbox, Ground | None] | None = None  # still to be destroyed
         self._is_paused = False
         self._leaving: set[asyncio.Task[None]] = set()
@@ -87,7 +55,7 @@ class Tenancy(Box):
     @property
     def image(self) -> ImageConfig:
         """What the image says about itself: its variables, user and working directory apply below the spec's; its entry point is data."""
-        return self._ground.root.config if self._ground is not None else _NO_IMAGE
+        return self._ground.root.config if self._ground is not None else NO_IMAGE
 
     # ---- for its holder ----
 
@@ -207,8 +175,11 @@ class Tenancy(Box):
     # ---- how it comes to be, for the engine ----
 
     async def furnish(self, watch: Stopwatch) -> None:
-        """Make the sandbox and everything the lease asked for, in parts that share their ends."""
-        await self._open(watch)
+        """Get a sandbox with everything the lease asked for: from the pool, or made for what is none of a pool's."""
+        if self._request.is_plain:
+            await self._engine.pooling.furnish(self, watch)
+        else:
+            await self._open(watch)
         self._ledger.held(watch.last_ns)
         self._expiry = asyncio.get_running_loop().call_later(self._request.ttl_s, self._expire)
 
@@ -220,36 +191,89 @@ class Tenancy(Box):
             await asyncio.wait(self._leaving)
         self._give_ground_up()
 
+    async def take_over(self, standby: Standby, watch: Stopwatch, *, is_proven: bool) -> None:
+        """Make a sandbox of the pool this lease's own. `SandboxLost` when it is dead, and then nothing of it is kept."""
+        standby.on_lost = self._lost
+        try:
+            await standby.bind(self.spec, is_proven=is_proven)
+            self._check_wanted()
+            self._adopt(standby)
+            if standby.ground is not None:
+                self._ground = standby.ground.hold()
+            if self._request.files:
+                self._ledger.add("ready", *watch.part())
+                await standby.write(self._request.files)
+                self._ledger.add("setup", *watch.part())
+            else:
+                self._ledger.add("ready", *watch.part())
+        except BaseException:
+            self._sandbox = self._channel = self._standing = self._standby = None
+            self._give_ground_up()
+            raise
+        self._standby = standby
+        self._place = standby.name
+
+    @property
+    def request(self) -> Request:
+        return self._request
+
+    @property
+    def is_over(self) -> bool:
+        return self._over is not None and self._ending is not None
+
+    @property
+    def standby(self) -> Standby | None:
+        """What the pool gave it, while it has it."""
+        return self._standby
+
+    async def is_untouched(self) -> bool:
+        """Whether nothing was ever asked of the sandbox, and nothing has happened in it, as far as that can be proven."""
+        return not self._ledger.has_acted and await self._is_pristine()
+
+    def let_go(self) -> None:
+        """The sandbox is somebody else's from now on."""
+        self._sandbox = self._channel = self._standing = self._standby = None
+
     async def _open(self, watch: Stopwatch | None) -> None:
-        ledger = self._ledger
+        """A sandbox made for this lease alone: of a snapshot, of a build, or in place of the one it had."""
         self._check_wanted()
         if self._ground is None:
             await self._find_ground(watch)
             self._check_wanted()
-        ground = self._ground
         try:
-            sandbox = await self._engine.create(self._bound, ground, self._request.cache)
+            has_stages = self._ground is not None or not (self.spec.repo or self.spec.setup)
+            request = self._request if has_stages else self._request.neutral()
+            standby = await raise_up(self._engine, request, self._ground, watch or Stopwatch(self._clock), seen=self._seen)
         except CreateError:
             self._engine.warehouse.forget(self._request)  # perhaps what was at hand is there no more: it is looked for again
             raise
-        self._sandbox, self._standing = sandbox, ground
-        self._is_paused = False
-        ledger.sandboxes.append(sandbox.id)
-        self._check_wanted()
         if watch is not None:
-            ledger.add("create", *watch.part())
-        if isinstance(sandbox, Enforcing):
-            ledger.unenforced = tuple(sandbox.unenforced)
-            self._engine.check_enforced(sandbox, ledger.unenforced)
-        await sandbox.wait_ready()
-        channel = self._channel = self._channel_over(await sandbox.open_channel(), sandbox.id)
+            for span in standby.spans:
+                self._ledger.add(*span)
+        if not has_stages:
+            await standby.add(("repo", "deps"), self.spec)
+            await standby.bind(self.spec, is_proven=True)
+        if self._request.files:
+            await standby.write(self._request.files)
+        if (self._request.files or not has_stages) and watch is not None:
+            self._ledger.add("setup", *watch.part())
+
+    def _seen(self, standby: Standby) -> None:
+        """A sandbox that is coming up: from now on whoever ends the lease ends it too."""
+        if self._sandbox is not standby.sandbox:
+            standby.on_lost = self._lost
+        self._adopt(standby)
         self._check_wanted()
-        facts = sandbox.facts() if isinstance(sandbox, Describing) else _ORDINARY
-        await self._configure(sandbox, channel, facts)
-        if watch is not None:
-            ledger.add("ready", *watch.part())
-        if await self._set_up(facts) and watch is not None:
-            ledger.add("setup", *watch.part())
+
+    def _adopt(self, standby: Standby) -> None:
+        if self._sandbox is not standby.sandbox:
+            self._sandbox, self._standing = standby.sandbox, standby.ground
+            self._is_paused = False
+            self._ledger.sandboxes.append(standby.sandbox.id)
+        self._ledger.unenforced = standby.unenforced
+        channel = self._channel = standby.channel
+        if channel is not None and self.spec.network != "none":
+            channel.egress = Egress(self.spec.network, on_attempt=self._note_egress)
 
     async def _find_ground(self, watch: Stopwatch | None) -> None:
         """What the lease begins with. Where all of it is there already, this costs a look into a dictionary."""
@@ -259,9 +283,6 @@ class Tenancy(Box):
         if ground is None and warehouse.is_layered:
             ground, built = await warehouse.find(self._request)
         self._ground = ground
-        if ground is None:
-            return
-        self._bound = warehouse.bound(self.spec, ground.root.config)
         if built is not None:
             self._ledger.stages = dict(built)
             if watch is not None:
@@ -272,57 +293,11 @@ class Tenancy(Box):
         if self._over is not None:
             raise SandboxLost(self.id, self._over)
 
-    async def _configure(self, sandbox: Sandbox, channel: Channel, facts: Facts) -> None:
-        workdir = self._bound.workdir or facts.workdir
-        port = facts.proxy_port if self.spec.network != "none" else 0
-        env = environment(self.spec, facts, self.image)
-        call = actions.configure(workdir=workdir, env=env, proxy_port=port, timeout_s=READY_TIMEOUT_S)
-        try:
-            # Sent right behind our greeting, so one wait covers both.
-            await channel.call(call)
-            if workdir != facts.workdir:
-                await self._make_workdir(channel, workdir)
-        except SandboxLost as exc:
-            if isinstance(exc.__cause__, ProtocolError) and not channel.cell_version:
-                raise exc.__cause__ from None
-            if not channel.cell_version and "deadline" in exc.message:
-                raise ReadinessTimeout(self.id, f"the cell did not greet within {READY_TIMEOUT_S:g} s") from exc
-            if not channel.cell_version and isinstance(sandbox, Explaining) and (reason := await sandbox.loss_reason()):
-                raise CreateError(sandbox.id, reason) from exc
-            raise
-        except OSError as exc:
-            raise CreateError(self.id, f"it could not be configured: {exc}") from exc
-
-    async def _make_workdir(self, channel: Channel, workdir: str) -> None:
-        try:
-            await channel.call(actions.mkdir(workdir))
-        except OSError as exc:
-            raise CreateError(self.id, f"workdir: {exc}; name one that the sandbox's user may make") from exc
-
-    async def _set_up(self, facts: Facts) -> bool:
-        """What no stage holds: the lease's own files, and on a substrate without layers all of it. Whether there was any."""
-        channel, spec = self._live(), self.spec
-        has_stages = self._ground is not None
-        try:
-            if spec.repo is not None and not has_stages:
-                tree = await self._engine.warehouse.repository(spec.repo)
-                await channel.upload(tree, self._bound.workdir or facts.workdir, timeout_s=SETUP_TIMEOUT_S)
-            for path, data in self._request.files.items():
-                await channel.call(actions.write(path, data))
-        except OSError as exc:
-            raise CreateError(self.id, f"files: {exc}") from exc
-        for step in () if has_stages else spec.setup:
-            try:
-                (await channel.call(actions.shell(step, timeout_s=SETUP_TIMEOUT_S))).check()
-            except CommandFailed as exc:
-                raise CreateError(self.id, f"setup step {step!r}: {exc}") from exc
-        return bool(self._request.files or (not has_stages and (spec.repo or spec.setup)))
-
     # ---- how it ends ----
 
-    def _lost(self, channel: Channel, lost: SandboxLost) -> None:
+    def _lost(self, standby: Standby, lost: SandboxLost) -> None:
         """The channel has ended by itself: the sandbox is of no more use and goes at once."""
-        if channel is self._channel:
+        if standby.channel is self._channel and self._channel is not None:
             self.was_lost(lost)
 
     def was_lost(self, lost: SandboxLost) -> None:
@@ -341,7 +316,7 @@ class Tenancy(Box):
     def _part(self) -> None:
         """No action reaches the sandbox from here on."""
         sandbox, channel, standing = self._sandbox, self._channel, self._standing
-        self._sandbox = self._channel = self._standing = None
+        self._sandbox = self._channel = self._standing = self._standby = None
         if channel is not None:
             channel.close()
         if sandbox is not None:
@@ -368,9 +343,13 @@ class Tenancy(Box):
         self._over = self._over or reason
         if self._expiry is not None:
             self._expiry.cancel()
-        self._leave(reason)
-        if self._leaving:
-            await asyncio.wait(self._leaving)
+        place = self._place
+        if place is None or not await self._engine.pooling.take_back(self):
+            self._leave(reason)
+            if self._leaving:
+                await asyncio.wait(self._leaving)
+            if place is not None:
+                self._engine.pooling.was_returned(self, place)
         self._give_ground_up()
         ledger.add("cleanup", *watch.part())
         ledger.closed(watch.last_ns)

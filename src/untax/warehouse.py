@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from untax.channel.egress import Policy
 from untax.core.errors import UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import EnvSpec, Network, Repo, freeze_network
-from untax.core.stage import WORKDIR
+from untax.core.stage import WORKDIR, Identity, Stage, stages_of
 from untax.ground import Ground
 from untax.grounds import Grounds
 from untax.leases import Request
@@ -46,7 +46,8 @@ class Warehouse:
         if budget_mib is not None and (isinstance(budget_mib, bool) or not isinstance(budget_mib, int) or budget_mib < 1):
             raise UsageError(f"store_budget_mib must be a whole number of MiB, or None, not {budget_mib!r}")
         self._engine = engine
-        self._path = chosen_state_dir(None if state_dir is None else os.fsdecode(state_dir)) / "layers"
+        self.state_dir = chosen_state_dir(None if state_dir is None else os.fsdecode(state_dir))
+        self._path = self.state_dir / "layers"
         self._budget_bytes = None if budget_mib is None else budget_mib * _MIB
         self._setup_network = freeze_network(setup_network)
         Policy(self._setup_network)
@@ -119,6 +120,20 @@ class Warehouse:
             return await self.shelf.ground(request.snapshot), None
         assert self._grounds is not None
         return await self._grounds.find(request.spec)
+
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The rungs of a spec, and the keys of those that need no building. Without layers: what every sandbox has anyway."""
+        if self._grounds is not None:
+            return await self._grounds.ladder(spec)
+        stages = stages_of(spec, Identity(spec.image, is_portable=False))
+        return stages, frozenset(stage.key for stage in stages[:2])
+
+    async def missing(self, keys: Collection[str]) -> frozenset[str]:
+        """Those of some stages that were here and are in the store no more."""
+        if self._opened is None or self._grounds is None:
+            return frozenset()
+        there = await asyncio.to_thread(lambda: {record.key for record in self.store.stages()})
+        return frozenset(key for key in keys if key not in there)
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None) -> Prepared:
         if self._shelf is None or self._grounds is None:

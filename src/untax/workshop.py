@@ -14,7 +14,7 @@ from untax.core.spec import EnvSpec, FrozenEnv, Network
 from untax.core.stage import WORKDIR
 from untax.ground import Ground
 from untax.leases import Request
-from untax.tenancy import SETUP_TIMEOUT_S
+from untax.standby import SETUP_TIMEOUT_S
 
 if TYPE_CHECKING:
     from untax.box import Box

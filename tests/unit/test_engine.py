@@ -269,11 +269,14 @@ async def test_a_lease_that_comes_up_while_the_engine_closes_is_given_back(fake)
     may_go = _held_up(fake)
     acquiring = asyncio.ensure_future(engine.acquire())
     await asyncio.sleep(0)
-    await engine.aclose()
-    may_go.set()
-
+    closing = asyncio.ensure_future(engine.aclose())
     with pytest.raises(untax.PoolClosed):
         await acquiring
+    assert not closing.done()  # what is being created is waited for, so that it is not left behind
+    may_go.set()
+    await closing
+
+    assert fake.log[-2:] == ["destroy", "aclose"]
     assert not fake.live
 
 

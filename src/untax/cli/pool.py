@@ -1,4 +1,4 @@
-"""Warm pools: simulate a fleet that a file describes.
+"""Warm pools: see how those of the running engines are doing, or simulate a fleet that a file describes.
 
 Policies are compared on the same arrivals, nodes, stores and pools; the outcome follows from the file and the seed.
 """
@@ -8,11 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+from untax.cli._pool_table import status_lines
 from untax.core.errors import UsageError
+from untax.pool.record import Watched, running
 from untax.pool.simulation import POLICIES, Description, Outcome, drawn, read_fleet, recorded, report, simulate
+from untax.substrates._host import chosen_state_dir
+
+_LOOK_S = 0.5  # how often a table is brought up to date: engines write no more often
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         made.set_defaults(act=act)
         return made
 
+    watched = action("status", _status, "show the pools of the engines that run now: what is idle, leased and waiting at which stage")
+    watched.add_argument("--state-dir", metavar="DIR", help="of the engines (default: UNTAX_STATE_DIR, or where engines keep it)")
+    watched.add_argument(
+        "-w", "--watch", action="store_true", help="go on showing it until interrupted; with --json, a line for each change"
+    )
     simulated = action("simulate", _simulate, "play rollouts through a fleet that a file describes, with each placement policy")
     simulated.add_argument("file", metavar="FILE.toml", help="nodes, stage costs and arrivals (docs/pools.md)")
     simulated.add_argument("--policy", action="append", choices=tuple(POLICIES), help="repeatable (default: all)")
@@ -37,6 +48,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(arguments: argparse.Namespace) -> int:
     code: int = arguments.act(arguments)
     return code
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    state_dir = chosen_state_dir(arguments.state_dir)
+    shown: list[Watched] | None = None
+    while True:
+        found = running(state_dir)
+        if found != shown:
+            _show(found, state_dir, arguments)
+            shown = found
+        if not arguments.watch:
+            return 0
+        time.sleep(_LOOK_S)
+
+
+def _show(found: list[Watched], state_dir: Path, arguments: argparse.Namespace) -> None:
+    if arguments.json:
+        engines = [
+            {"pid": one.pid, "started_at": one.started_at, "updated_at": one.updated_at, "pool": one.pool.as_dict()} for one in found
+        ]
+        print(json.dumps({"state_dir": str(state_dir), "engines": engines}), flush=True)
+        return
+    lines = [line for one in found for line in status_lines(one)]
+    if not found:
+        lines = [f"no engine with a pool runs on {state_dir}"]
+    clear = "\x1b[H\x1b[J" if arguments.watch and sys.stdout.isatty() else ""
+    print(clear + "\n".join(lines), flush=True)
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

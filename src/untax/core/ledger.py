@@ -7,11 +7,13 @@ on every action; everything that can be computed is computed when it is asked fo
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from untax.core.span import PARTS, Clock, Span, now_ns
+from untax.core.stage import Stage
 from untax.core.substrate import Unenforced, said_together
 
 SCHEMA = 1
@@ -52,6 +54,24 @@ class EgressRecord:
     at_ns: int
 
 
+@dataclass(slots=True)
+class Hit:
+    """How the pool served a lease, and what that took beside waiting."""
+
+    kind: Literal["exact", "partial", "cold"]
+    """`exact`: a sandbox with everything in place was idle. `partial`: one at a lower stage was, and was raised. `cold`: one was created."""
+    start: str | None
+    """The stage that was in place already."""
+    missing: tuple[str, ...]
+    """Those that were not."""
+    waited_s: float
+    waited_for: str
+    """In words; empty when it did not wait."""
+    why: str
+    steps: dict[str, float] = field(default_factory=dict)
+    """Seconds of each step up from `start`: stages that were built, and the sandbox's own creation."""
+
+
 class Ledger:
     """Live while the lease lasts: reading it twice may give different numbers. Final once the box is released."""
 
@@ -65,6 +85,12 @@ class Ledger:
         """The stages that were missing and how many seconds each took to build; the wait for them is in the part `setup`."""
         self.resets: dict[str, int] = {}
         """How often the box was reset, by how: `pristine` (kept, for nothing had happened) or `replaced`."""
+        self.asked_at = time.time()
+        """When the lease was asked for, in seconds since 1970."""
+        self.wanted: tuple[Stage, ...] = ()
+        """The stages that the lease needed in place, lowest first; empty for what a pool does not serve."""
+        self.hit: Hit | None = None
+        """How the pool served it; None for what a pool does not serve (forks, restored snapshots, builds)."""
         self._clock = clock
         self._start_ns = start_ns
         self._held_from_ns: int | None = None
@@ -129,6 +155,18 @@ class Ledger:
     def reason(self) -> str | None:
         """Why the verdict is `"infra"`; None when it is not."""
         return self._reasons[0] if self._reasons else None
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether there was any action at all."""
+        return bool(self._recent or self._kept or self._folded.count)
+
+    @property
+    def held_s(self) -> float:
+        """How long the holder had it, up to now."""
+        if self._held_from_ns is None:
+            return 0.0
+        return ((self._held_to_ns if self._held_to_ns is not None else self._clock()) - self._held_from_ns) / 1e9
 
     @property
     def actions(self) -> tuple[ActionRecord, ...]:
@@ -198,6 +236,9 @@ class Ledger:
                 "sandboxes": self.sandboxes,
                 "verdict": self.verdict,
                 "reasons": self._reasons,
+                "asked_at": self.asked_at,
+                **({"wanted": [[stage.name, stage.key] for stage in self.wanted]} if self.wanted else {}),
+                "hit": asdict(self.hit) if self.hit is not None else None,
                 "stages": self.stages,
                 "resets": self.resets,
                 "unenforced": [asdict(limit) for limit in self.unenforced],
@@ -229,6 +270,8 @@ class Ledger:
             if seconds > 0:
                 yield f"  {name:<13}{seconds * 1e3:>12.3f} ms"
         yield f"  {'total':<13}{numbers['total_s'] * 1e3:>12.3f} ms, of it tax {numbers['tax_s'] * 1e3:.3f} ms; {int(numbers['actions'])} actions"
+        if self.hit is not None:
+            yield f"  hit: {self.hit.kind}{f' from {self.hit.start}' if self.hit.start else ''}{_waited(self.hit)}"
         for name, seconds in self.stages.items():
             yield f"  built: {name} in {seconds:.3f} s"
         for names, reason, remedy in said_together(self.unenforced):
@@ -289,6 +332,10 @@ class _Sums:
                 parts[name] = parts.get(name, 0) + end - start
         self.count += len(actions)
         self.busy_ns += _covered_ns((action.start_ns, action.end_ns) for action in actions)
+
+
+def _waited(hit: Hit) -> str:
+    return f", after {hit.waited_s * 1e3:.3f} ms for {hit.waited_for}" if hit.waited_for else ""
 
 
 def _parts_of(action: ActionRecord) -> tuple[tuple[str, int, int], ...]:

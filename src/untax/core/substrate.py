@@ -14,7 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from untax.core.result import CommandResult
 from untax.core.root import Root
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Limits
 from untax.core.stream import ByteStream
 
 
@@ -108,6 +108,40 @@ class Enforcing(Protocol):
 
     @property
     def unenforced(self) -> Sequence[Unenforced]: ...
+
+
+@runtime_checkable
+class Rebindable(Protocol):
+    """A sandbox whose limits can be changed while it lives, from outside only."""
+
+    async def bind_limits(self, limits: Limits) -> Sequence[Unenforced]:
+        """Hold it to `limits` from now on; what it is not held to is returned, with the reason, and stays as it was.
+
+        Meant for a sandbox in which nothing runs yet: actions under way may end with an error. Raise `SandboxLost` when it is gone.
+        """
+
+
+@runtime_checkable
+class UserBinding(Protocol):
+    """A sandbox whose own user can be changed while it lives."""
+
+    async def bind_user(self, user: str | None) -> None:
+        """Everything that names no other user is `user`'s from now on, or the sandbox's first user's; `facts` says so.
+
+        `UsageError` when there is no such user inside. Meant for a sandbox in which nothing runs yet.
+        """
+
+
+@runtime_checkable
+class BindingLate(Protocol):
+    """A substrate all of whose sandboxes take their limits (`Rebindable`), their user (`UserBinding`) or both late.
+
+    What is not named here is fixed when a sandbox is created, and one that was made ahead serves only leases with the same.
+    A substrate that holds nobody to any limit names `limits` too: all are the same to it.
+    """
+
+    @property
+    def binds_late(self) -> frozenset[Literal["limits", "user"]]: ...
 
 
 @runtime_checkable

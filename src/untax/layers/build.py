@@ -153,6 +153,18 @@ class Stages:
             for pin in pins:
                 pin.close()
 
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The rungs of `spec`, and the keys of those that are here. Nothing is built."""
+        self._check(spec)
+        image = await self._identify(spec.image)
+        stages = stages_of(_without_secrets(spec), image.identity)
+
+        def look() -> frozenset[str]:
+            in_place = stages[: 2 if isinstance(image.source, InPlace) else 1]
+            return frozenset(stage.key for stage in stages if stage in in_place or self._store.stage(stage.key) is not None)
+
+        return stages, await asyncio.to_thread(look)
+
     async def repo_tree(self, repo: Repo, *, progress: Progress | None = None) -> RepoTree:
         """A repository's work tree alone, for a sandbox that it is copied into."""
         check_commit(repo.commit)

@@ -4,7 +4,7 @@ Which event answers which order:
 
 | order | is answered by exactly one of |
 |---|---|
-| `Create`  | `Made` (same order number), or `Failed` |
+| `Create`  | `Made` (same order number), `Failed`, or `Abandoned` when nobody was left who wanted it |
 | `HandOut` | `Bound` (it is leased now), `Rejected` (dead, dirty, or the missing stages could not be added), or, when the ticket's holder has gone meanwhile, `Returned` |
 | `Destroy` | `Gone`; until then what the sandbox takes still counts |
 | `Refuse`  | nothing; what is still held for the ticket (an upgrade that was cut off) is given back with `Returned` |
@@ -67,6 +67,14 @@ class Failed:
     """False for what would fail again: a set-up step that exits with 1, an image that does not exist."""
     stage: str | None = None
     """The key of the stage that could not be put in place: with `is_retryable=False`, all that wait for it are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A `Create` was broken off because nobody waits for it any more; it has given back what it took, and nothing has failed."""
+
+    now_s: float
+    order: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +169,7 @@ class Closed:
 
 
 Event: TypeAlias = (
-    Asked | Withdrawn | Made | Failed | Bound | Rejected | Returned | Died | Gone | Stored | Evicted | Resized | Tick | Closed
+    Asked | Withdrawn | Made | Failed | Abandoned | Bound | Rejected | Returned | Died | Gone | Stored | Evicted | Resized | Tick | Closed
 )
 
 

@@ -33,6 +33,7 @@ from untax.pool.stock import Entry, Stock
 _PATIENCE, _MOST_PATIENCE_S = 10.0, 1.0
 # After a start that failed: doubled each time, until one succeeds. Somebody waits for a ticket's, nobody for a refill's.
 _FIRST_BACKOFF_S, _MOST_BACKOFF_S, _MOST_REFILL_BACKOFF_S = 0.05, 1.0, 60.0
+_AT_ONCE = "idle with everything in place"
 _FEWEST_SPECS = 64  # that are known before those that nothing is left of are forgotten
 
 
@@ -46,12 +47,17 @@ class Policy:
     """Whether a sandbox whose reset was verified may serve again."""
     shares_stages: bool = True
     """Whether a stage that was put in place once is a layer that others begin with: it is then built for all that wait for it."""
+    upgrades_in_place: bool = True
+    """Whether missing stages can be added to a sandbox that lives. Where they cannot, an idle one at a lower stage saves nothing
+    but its room: it is taken only when there is no other, and replaced."""
     first_starting: int = 4
     fewest_starting: int = 2
     most_starting: int = 64
     """Bounds of what may be starting at once; at least two, so that a long build does not hold up everything else."""
     linger_s: float = 60.0
     """How long an idle sandbox above its target is kept."""
+    calm_s: float = 0.0
+    """How long after a hand-out no refill is begun while half of a target is still idle: it would be in the way of the first action."""
     tries: int = 3
     """How often a ticket's start may fail before the ticket is refused."""
 
@@ -128,6 +134,8 @@ class Pool:
         self._failing: dict[str, _Spec] = {}  # those whose last start failed
         self._cut_off: dict[str, str] = {}  # tickets that were refused during an upgrade, and the sandbox that is still theirs
         self._trim_due_s = math.inf
+        self._calm_at_s = -math.inf
+        self._is_calming = False  # whether a refill waits for that
         self._now_s = -math.inf
         self._seq = 0
         self._orders: list[ev.Order] = []
@@ -141,6 +149,7 @@ class Pool:
             ev.Withdrawn: self._withdrawn,
             ev.Made: self._made,
             ev.Failed: self._failed,
+            ev.Abandoned: self._abandoned,
             ev.Bound: self._bound,
             ev.Rejected: self._rejected,
             ev.Returned: self._returned,
@@ -158,7 +167,10 @@ class Pool:
     def handle(self, event: ev.Event) -> list[ev.Order]:
         """What is to be done now. `ValueError` for an event that answers no order and names nothing that is known."""
         self._orders = []
-        self._now_s = max(self._now_s, event.now_s)
+        if event.now_s > self._now_s:
+            self._now_s = event.now_s
+        if not self._queued and type(event) is ev.Asked and self._hand_out_at_once(event):
+            return self._orders  # whatever else is due comes with `Bound`, when the holder waits no longer
         self._handlers[type(event)](event)
         self._claimed, self._claimed_mib = 0, 0.0
         if self._queued:
@@ -175,7 +187,7 @@ class Pool:
 
     def next_due_s(self) -> float:
         """When a `Tick` is due at the latest, if nothing happens before; `math.inf` for never."""
-        due = self._trim_due_s
+        due = min(self._trim_due_s, self._calm_at_s) if self._is_calming else self._trim_due_s
         while self._deadlines and self._deadlines[0][2].state == "done":
             heapq.heappop(self._deadlines)
         if self._deadlines:
@@ -208,6 +220,25 @@ class Pool:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)
 
+    def is_idle(self, name: str) -> bool:
+        entry = self._stock.get(name)
+        return entry is not None and entry.state == "idle"
+
+    def is_wanted(self, order: int) -> bool:
+        """Whether somebody waits for what is being made by this order, or a target asks for it."""
+        create = self._starts[order].create
+        assert create is not None
+        spec = self._spec(create.stages[-1])
+        target = spec.target.count if spec.target else 0
+        return spec.making <= spec.waiting + max(0, target - self._stock.idle_at(spec.stage.key))
+
+    def is_short(self, stage: Stage) -> bool:
+        """Whether one more idle at this stage would be taken or kept."""
+        spec = self._specs.get(stage.key)
+        if spec is None:
+            return False
+        return bool(spec.waiting) or (spec.target is not None and self._stock.idle_at(stage.key) + spec.making < spec.target.count)
+
     def standings(self) -> list[Standing]:
         return [
             Standing(spec.stage, self._stock.idle_at(key), spec.leased, spec.making, spec.waiting, spec.target.count if spec.target else 0)
@@ -215,6 +246,22 @@ class Pool:
         ]
 
     # ---- what happened ----
+
+    def _hand_out_at_once(self, event: ev.Asked) -> bool:
+        """The usual case of a warm pool, in as few steps as it takes: nobody waits, and one with everything in place is idle."""
+        stages = event.stages
+        entry = self._stock.newest_idle(stages[-1].key) if stages else None
+        if entry is None or event.memory_mib > entry.memory_mib or event.ticket in self._tickets or self._is_closed:
+            return False
+        spec = self._specs[entry.stage.key]
+        self._seq += 1
+        ticket = _Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, stages, event.memory_mib, 0, "binding", entry.id)
+        self._tickets[ticket.id] = ticket
+        spec.leased += 1
+        self._orders.append(ev.HandOut(ticket.id, entry.id, (), "exact", 0.0, "", _AT_ONCE, entry.stage))
+        self._stock.lend(entry, ticket.id, stages, more_mib=0.0, is_upgraded=False)
+        self._calm_at_s = self._now_s + self.policy.calm_s
+        return True
 
     def _asked(self, event: ev.Asked) -> None:
         if event.ticket in self._tickets:
@@ -264,6 +311,9 @@ class Pool:
         elif create.ticket is not None and (ticket := self._tickets.get(create.ticket)) is not None and ticket.state == "waiting":
             self._charge(ticket, event.why)
 
+    def _abandoned(self, event: ev.Abandoned) -> None:
+        self._end_create(event.order)
+
     def _bound(self, event: ev.Bound) -> None:
         ticket = self._tickets.get(event.ticket)
         if ticket is None:
@@ -285,7 +335,9 @@ class Pool:
             raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
         assert ticket.entry is not None
         entry = self._stock[ticket.entry]
-        was_parked = entry.order is None and ticket.id not in self._starts
+        # One that was idle before the ticket came is no attempt: there may be many of them, and each that dies is gone now. What was
+        # made since is one, so that sandboxes that all die when they are handed out do not keep a ticket for ever.
+        was_parked = (entry.order is None or entry.since_s < ticket.asked_s) and ticket.id not in self._starts
         self._end_upgrade(ticket, is_done=False)
         ticket.entry = None
         self._give_back(entry)
@@ -296,7 +348,7 @@ class Pool:
         self._wait(ticket)
         if not event.is_retryable:
             self._refuse_all_that_need(event.stage or ticket.stages[-1].key, event.why)
-        elif not was_parked:  # one that died while it was parked is no attempt: there may be many of them, and each is gone now
+        elif not was_parked:
             self._charge(ticket, event.why)
 
     def _returned(self, event: ev.Returned) -> None:
@@ -390,7 +442,7 @@ class Pool:
             self._claim(ticket, 1, ticket.memory_mib)
             return False
         self._stock.set_load(self._starts.load)
-        choice = choose(ticket.stages, self._stock.fleet, self.costs)
+        choice = choose(ticket.stages, self._stock.fleet, self.costs, can_take=self.policy.upgrades_in_place)
         assert choice is not None  # the only node is open
         if choice.entry is None and not self._has_room(1, ticket.memory_mib):
             idle = choose(ticket.stages, self._stock.fleet, self.costs, can_create=False)
@@ -425,6 +477,7 @@ class Pool:
         self._orders.append(ev.HandOut(ticket.id, entry.id, choice.missing, kind, waited_s, waited_for, why, entry.stage, order))
         self._stock.lend(entry, ticket.id, ticket.stages, more_mib=more_mib, is_upgraded=bool(choice.missing))
         ticket.state, ticket.entry = "binding", entry.id
+        self._calm_at_s = self._now_s + self.policy.calm_s
         if choice.missing:
             self._starts.begin(ticket.id, self._now_s, choice.missing, None)
         return True
@@ -551,16 +604,24 @@ class Pool:
 
     def _refill(self) -> None:
         """Bring what is idle up to the targets, the emptiest first, after all tickets."""
+        self._is_calming = False
         if self._claimed or self._claimed_mib:
             return
         while self._starts.free > 1:
-            short = [
-                (self._in_store(spec) / spec.target.count, spec.stage.key)
-                for spec in self._targets.values()
-                if spec.target is not None and self._in_store(spec) < spec.target.count and spec.no_refill_before_s <= self._now_s
-            ]
-            if not any(self._refill_one(self._specs[key]) for _, key in sorted(short)):
+            short = sorted(self._short())
+            if self._calm_at_s > self._now_s and short:
+                self._is_calming = any(share >= 0.5 for share, _ in short)
+                short = [one for one in short if one[0] < 0.5]
+            if not any(self._refill_one(self._specs[key]) for _, key in short):
                 return
+
+    def _short(self) -> Iterator[tuple[float, str]]:
+        """Specs below their target, with the share of it that is there."""
+        for spec in self._targets.values():
+            assert spec.target is not None
+            there = self._in_store(spec)
+            if there < spec.target.count and spec.no_refill_before_s <= self._now_s:
+                yield there / spec.target.count, spec.stage.key
 
     def _in_store(self, spec: _Spec) -> int:
         """What is idle or will be, less what waits for it."""

@@ -124,6 +124,10 @@ class Stock:
     def idle_at(self, key: str) -> int:
         return self.fleet.idle_at(key)
 
+    def newest_idle(self, key: str) -> Entry | None:
+        """The one that was parked last with this stage uppermost."""
+        return self._entries[self.fleet.last_parked(_HERE, key)] if self.fleet.idle_at(key) else None
+
     def longest_idle(self, key: str) -> Entry:
         return self._entries[next(self.fleet.idle(_HERE, key))]
 

@@ -18,9 +18,10 @@ from untax.box import Box
 from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.span import Clock, now_ns
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Limits
 from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
+from untax.pool.status import PoolStatus
 from untax.remote.address import socket_path
 from untax.remote.box import RemoteBox, new_lease_id
 from untax.remote.connection import Connection, Part, Reply, Server
@@ -136,14 +137,16 @@ class RemoteEngine(Leasing):
             raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
         return RemoteSnapshot(self, (await self.request("find_snapshot", {"snapshot": snapshot_id})).body)
 
-    async def warm(self, spec: EnvSpec | None = None, n: int = 1, **options: Any) -> Any:
+    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
         """As `untax.Engine.warm`: the server's pool serves all of its clients."""
-        wanted = checked(self.offer, spec, Bindings()).spec
-        return (await self.ask("warm", spec=wanted, options={"n": n, **options})).get("value")
+        await self.ask("warm", spec=checked(self.offer, spec, Bindings(limits=limits)).spec, n=n)
 
-    async def pools(self) -> Any:
+    async def pools(self) -> PoolStatus:
         """What the server keeps ready, as `untax.Engine.pools` has it."""
-        return (await self.ask("pools")).get("value")
+        found = (await self.ask("pools")).get("pools")
+        if not isinstance(found, PoolStatus):
+            raise ProtocolError("a pool's status that is none")
+        return found
 
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""

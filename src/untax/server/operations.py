@@ -177,17 +177,11 @@ class Operations:
     # ---- the engine itself ----
 
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        return Outcome({"value": await self._pooled("warm")(args.spec(), **args.mapping("options"))})
+        await self._engine.warm(args.spec(), args.whole("n"))
+        return Outcome({})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        value = self._pooled("pools")()
-        return Outcome({"value": await value if asyncio.iscoroutine(value) else value})
-
-    def _pooled(self, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] | None = getattr(self._engine, name, None)
-        if found is None:
-            raise UsageError(f"the server's engine has no {name}()")
-        return found
+        return Outcome({"pools": self._engine.pools()})
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:
@@ -234,6 +228,10 @@ class _Args:
 
     def number_or_none(self, name: str) -> float | None:
         value: float | None = self._of(name, int, float, type(None))
+        return value
+
+    def whole(self, name: str) -> int:
+        value: int = self._of(name, int)
         return value
 
     def truth(self, name: str) -> bool:

@@ -24,7 +24,7 @@ _ANSWER = struct.Struct("<IB")
 # The launcher gives its sandboxes eight seconds to die; after that it is itself stuck.
 _EXIT_GRACE_S = 15.0
 
-CONFIG, CREATE, DESTROY, ENTER, FREEZE, SWEEP, SNAPSHOT, DROP_LAYER, PRISTINE = range(1, 10)
+CONFIG, CREATE, DESTROY, ENTER, FREEZE, SWEEP, SNAPSHOT, DROP_LAYER, PRISTINE, LIMIT = range(1, 11)
 
 
 def pack(value: str | bytes) -> bytes:

@@ -24,6 +24,12 @@ class Host:
     disk_reason: str
 
 
+def change_refused(name: str) -> Unenforced:
+    """A limit that holds, but could not be changed to what was asked for."""
+    reason = "the kernel refused to change it; more than that is in use, perhaps"
+    return Unenforced(name, reason, "lease a sandbox that is created with this limit")
+
+
 def unenforced(host: Host, *, in_memory: bool) -> list[Unenforced]:
     if host.is_root:
         remedy = "mount the cgroup controllers (cgroup v2, or v1 with memory, pids and cpu)"

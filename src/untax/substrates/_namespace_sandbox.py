@@ -7,7 +7,8 @@ import errno
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,19 +16,22 @@ from untax.channel.client import READY_TIMEOUT_S
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, DestroyError, ReadinessTimeout, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.root import Root
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Limits
 from untax.core.stage import WORKDIR
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._host import is_host_root
 from untax.substrates._launcher import Launcher, LauncherRefused, pack
-from untax.substrates._namespace_host import remedy
+from untax.substrates._namespace_host import change_refused, remedy
 from untax.substrates._namespace_layers import FrozenLayers, FrozenUpper
 
 HOME = "/home/user"
 # The kernel ends a sandbox's processes in well under a millisecond each; one that takes this long is in uninterruptible sleep.
 _DESTROY_PATIENCE_S = 10.0
 _DEATH_NOTICE_S = 0.5
+_MIB = 1 << 20
+SHM_BYTES = 64 * _MIB
+_HELD = {"memory_mib": 1, "pids": 2, "cpus": 4, "disk_mib": 8}
 
 
 class Place:
@@ -43,6 +47,12 @@ class Place:
 
     def seen(self, disk: str) -> Path:
         return self._seen / disk / "upper"
+
+
+def amounts(limits: Limits) -> tuple[int, int, int, int, int]:
+    """As the launcher counts: bytes of memory, processes, thousandths of a processor, bytes on disk, bytes in /tmp."""
+    memory = int(limits.memory_mib * _MIB)
+    return memory, limits.pids, max(1, round(limits.cpus * 1000)), int(limits.disk_mib * _MIB), max(memory // 2, _MIB)
 
 
 class NamespaceSandbox:
@@ -65,7 +75,7 @@ class NamespaceSandbox:
     ) -> None:
         self.id = sandbox_id
         self.agent_pid = agent_pid
-        self.unenforced = unenforced
+        self.unenforced = self._unenforced_here = unenforced
         self.root = root
         self._launcher = launcher
         self._layers = layers
@@ -75,6 +85,7 @@ class NamespaceSandbox:
         self._handle = handle
         self._channel: socket.socket | None = channel
         self._user = user
+        self._workers = {"": ""}  # whom the cell acts for, by the name it knows them under
         self._facts = facts
         self._failure: LauncherRefused | None = None
         self._dead = asyncio.Event()
@@ -127,8 +138,9 @@ class NamespaceSandbox:
         return f"{self._failure}; {remedy(self._failure.error)}" if self._failure is not None else None
 
     async def provide_worker(self, user: str, name: str | None = None) -> None:
+        name = user if name is None else name
         try:
-            await self._launcher.request(wire.ENTER, struct.pack("<I", self._handle) + pack(user) + pack(user if name is None else name))
+            await self._launcher.request(wire.ENTER, struct.pack("<I", self._handle) + pack(user) + pack(name))
         except LauncherRefused as exc:
             if user and exc.step in ("user", "namespaces") and exc.error == errno.EPERM and not is_host_root():
                 raise UsageError(
@@ -137,6 +149,26 @@ class NamespaceSandbox:
             if exc.step == "user":
                 raise UsageError(f"user {user!r}: there is no such user in the sandbox") from exc
             raise SandboxLost(self.id, f"nobody can act for user {user!r} in it: {exc}") from exc
+        self._workers[name] = user
+
+    async def bind_limits(self, limits: Limits) -> Sequence[Unenforced]:
+        try:
+            answer = await self._launcher.request(wire.LIMIT, struct.pack("<IQIIQQ", self._handle, *amounts(limits)))
+        except LauncherRefused as exc:
+            raise SandboxLost(self.id, f"its limits cannot be changed: {exc}") from exc
+        held, is_stale = struct.unpack_from("<BB", answer.fields)
+        if is_stale:  # processes keep the limits they were started with
+            for name, user in list(self._workers.items()):
+                await self.provide_worker(user, name)
+        never = {limit.name for limit in self._unenforced_here}
+        refused = (change_refused(name) for name, bit in _HELD.items() if not held & bit and name not in never)
+        self.unenforced = (*self._unenforced_here, *refused)
+        return self.unenforced
+
+    async def bind_user(self, user: str | None) -> None:
+        default = user in (None, "", "user", "1000")
+        await self.provide_worker("" if default else str(user), name="")
+        self._facts = replace(self._facts, user=user or "user", home=home_of(user or "user"))
 
     async def pause(self) -> None:
         await self._freeze(on=True)
@@ -216,9 +248,13 @@ class NamespaceSandbox:
         self._forget(self._handle)
 
 
+def home_of(user: str) -> str:
+    return "/root" if user in ("root", "0") else HOME
+
+
 def facts_of(spec: EnvSpec, root: Root) -> Facts:
     """What commands find unless they are told otherwise: the spec's word, then the image's, then ours."""
     user = (spec.user or root.config.user or "user").partition(":")[0]
-    home = "/root" if user in ("root", "0") else HOME
+    home = home_of(user)
     workdir = spec.workdir or root.config.workdir or WORKDIR
     return Facts(workdir, home, user, root.path) if root.path else Facts(workdir, home, user)

@@ -38,12 +38,9 @@ from untax.substrates._host import (
 from untax.substrates._launcher import Launcher, LauncherRefused, pack, pack_all
 from untax.substrates._namespace_host import Host, read_number, remedy, unenforced, userns_reason
 from untax.substrates._namespace_layers import FrozenLayers
-from untax.substrates._namespace_sandbox import HOME, NamespaceSandbox, Place, facts_of
+from untax.substrates._namespace_sandbox import HOME, SHM_BYTES, NamespaceSandbox, Place, amounts, facts_of
 
 log = logging.getLogger("untax.namespace")
-
-_MIB = 1 << 20
-_SHM_BYTES = 64 * _MIB
 
 Disk = Literal["auto", "tmpfs"]
 
@@ -58,6 +55,7 @@ def make(state_dir: str | None = None, disk: Disk = "auto") -> NamespaceSubstrat
 class NamespaceSubstrate:
     name = "namespace"
     isolation = "namespace"
+    binds_late: frozenset[Literal["limits", "user"]] = frozenset(("limits", "user"))
 
     def __init__(self, state_dir: Path, disk: Disk) -> None:
         self._state_dir = state_dir
@@ -187,8 +185,7 @@ class NamespaceSubstrate:
         if launcher is None:
             raise BackendError("", "the namespace substrate is not started, or closed")
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
-        limits = spec.limits
-        memory = int(limits.memory_mib * _MIB)
+        memory, pids, cpu, disk, tmp = amounts(spec.limits)
         own = [WORKDIR, HOME, *([spec.workdir] if spec.workdir else [])] if not root.is_furnished else []
         fields = b"".join(
             (
@@ -197,16 +194,7 @@ class NamespaceSubstrate:
                 pack_all([part for view in root.views for part in (view.source, view.at)]),
                 pack(str(cache) if cache else ""),
                 pack_all(own),
-                struct.pack(
-                    "<BQIIQQQ",
-                    self._disk == "tmpfs",
-                    memory,
-                    limits.pids,
-                    max(1, round(limits.cpus * 1000)),
-                    int(limits.disk_mib * _MIB),
-                    max(memory // 2, _MIB),
-                    _SHM_BYTES,
-                ),
+                struct.pack("<BQIIQQQ", self._disk == "tmpfs", memory, pids, cpu, disk, tmp, SHM_BYTES),
                 pack(WORKDIR),
             )
         )

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 from untax._remove import remove_tree
 from untax.channel.stream import SocketStream
@@ -49,6 +50,7 @@ def make(state_dir: str | None = None) -> ProcessSubstrate:
 class ProcessSubstrate:
     name = "process"
     isolation = "none"
+    binds_late: frozenset[Literal["limits", "user"]] = frozenset(("limits",))  # nobody is held to any
 
     def __init__(self, state_dir: Path) -> None:
         self._root = state_dir / "process"

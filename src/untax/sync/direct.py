@@ -8,7 +8,7 @@ from builtins import list as list_
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from untax.box import TIMEOUT_S, Box
+from untax.box import TIMEOUT_S
 from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel
 from untax.channel.call import Call
@@ -17,12 +17,12 @@ from untax.channel.handover import Resumed
 from untax.channel.replies import TreeSize
 from untax.channel.stream import SocketStream
 from untax.core.errors import SandboxLost
+from untax.core.spec import EnvSpec, Network
 from untax.core.stream import ByteStream
 from untax.engine import Engine as AsyncEngine
 from untax.remote.box import RemoteBox
 from untax.remote.engine import RemoteEngine
 from untax.sync.loop import Loop
-from untax.tenancy import Tenancy
 
 T = TypeVar("T")
 
@@ -69,31 +69,6 @@ class Direct:
         self.blocking.close()
 
 
-class _Directly(Box):
-    """A box whose channel is the callers' where it has no network to serve."""
-
-    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
-        engine = cast("Threaded", self._engine)
-        if self.spec.network != "none" or not isinstance(stream, SocketStream):
-            return super()._channel_over(stream, sandbox_id, resumed)
-        direct: Direct
-
-        def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
-            assert engine.thread is not None
-            engine.thread.call_soon(self._lost, direct, exc)
-
-        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost, resumed=resumed), engine.threads)
-        return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
-
-
-class DirectBox(_Directly, Tenancy):
-    pass
-
-
-class DirectRemoteBox(_Directly, RemoteBox):
-    pass
-
-
 class Threaded:
     """What an engine has beside its own when a loop in another thread carries it."""
 
@@ -103,9 +78,37 @@ class Threaded:
         super().__init__(*args, **options)
         self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")
 
+    def direct(
+        self, stream: SocketStream, sandbox_id: str, on_lost: Callable[[SandboxLost], None], resumed: Resumed | None = None
+    ) -> Channel:
+        """The sandbox's socket in the callers' own threads."""
+
+        def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
+            assert self.thread is not None
+            self.thread.call_soon(on_lost, exc)
+
+        direct = Direct(BlockingChannel(stream.detach(), sandbox_id=sandbox_id, on_lost=lost, resumed=resumed), self.threads)
+        return cast("Channel", direct)  # has what the box itself uses; actions do not come this way
+
 
 class DirectEngine(Threaded, AsyncEngine):
-    box_class = DirectBox
+    def channel_over(self, stream: ByteStream, sandbox_id: str, network: Network, on_lost: Callable[[SandboxLost], None]) -> Channel:
+        if network != "none" or not isinstance(stream, SocketStream):
+            return super().channel_over(stream, sandbox_id, network, on_lost)
+        return self.direct(stream, sandbox_id, on_lost)
+
+    def fixed(self, spec: EnvSpec) -> tuple[object, ...]:
+        # Egress is served by the loop: a socket that was given to the callers' threads cannot serve any.
+        return (*super().fixed(spec), spec.network != "none")
+
+
+class DirectRemoteBox(RemoteBox):
+    def _channel_over(self, stream: SocketStream, resumed: Resumed) -> Channel:
+        if self.spec.network != "none":
+            return super()._channel_over(stream, resumed)
+        channel: Channel
+        channel = cast("Threaded", self._engine).direct(stream, self.id, lambda lost: self._lost(channel, lost), resumed)
+        return channel
 
 
 class DirectRemoteEngine(Threaded, RemoteEngine):

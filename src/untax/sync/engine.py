@@ -13,6 +13,7 @@ from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.substrate import Substrate
 from untax.leases import DEFAULT_TTL_S
 from untax.leases import Lease as AsyncLease
+from untax.pool.status import PoolStatus
 from untax.remote.engine import RemoteSubstrate
 from untax.snapshot import Snapshot as AsyncSnapshot
 from untax.sync.box import Box
@@ -111,6 +112,17 @@ class Engine:
         """As `untax.Engine.prepare`; `progress` is called in the engine's own thread."""
         return self._running().run(self._inner.prepare(spec, progress=progress))
 
+    def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+        """As `untax.Engine.warm`: returns once they are ready."""
+        self._running().run(self._inner.warm(spec, n, limits=limits))
+
+    def pools(self) -> PoolStatus:
+        async def asked() -> PoolStatus:
+            found = self._inner.pools()
+            return found if isinstance(found, PoolStatus) else await found
+
+        return self._running().run(asked())
+
     def fork(
         self,
         snapshot: Snapshot | str,
@@ -193,12 +205,6 @@ class RemoteEngine(Engine):
 
     def __init__(self, url: str) -> None:
         self._begin(DirectRemoteEngine(url))
-
-    def warm(self, spec: EnvSpec | None = None, n: int = 1, **options: Any) -> Any:
-        return self._running().run(self._inner.warm(spec, n, **options))
-
-    def pools(self) -> Any:
-        return self._running().run(self._inner.pools())
 
     def ledgers(self) -> tuple[dict[str, Any], ...]:
         return self._running().run(self._inner.ledgers())

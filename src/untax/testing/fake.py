@@ -13,12 +13,13 @@ import posixpath
 import stat
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from untax.channel import wire
 from untax.channel.wire import Reader
 from untax.core.errors import SandboxLost
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Limits
 from untax.core.stream import Receiver
 from untax.core.substrate import Facts, Unenforced
 from untax.testing.files import Files, MemoryFiles
@@ -85,6 +86,7 @@ class FakeSubstrate:
     """
 
     name = "fake"
+    binds_late: frozenset[Literal["limits", "user"]] = frozenset(("limits", "user"))
 
     def __init__(
         self,
@@ -166,6 +168,15 @@ class FakeSandbox:
     async def provide_worker(self, user: str) -> None:
         await self._substrate.step(f"provide_worker {user}")
         self.users.add(user)
+
+    async def bind_limits(self, limits: Limits) -> tuple[Unenforced, ...]:
+        await self._substrate.step("bind_limits")
+        self.spec = replace(self.spec, limits=limits)
+        return self.unenforced
+
+    async def bind_user(self, user: str | None) -> None:
+        await self._substrate.step(f"bind_user {user or ''}".rstrip())
+        self.spec = replace(self.spec, user=user)
 
     async def pause(self) -> None:
         await self._substrate.step("pause")

@@ -42,8 +42,10 @@ def measured(file: Path) -> Measured:
         numbers = _metrics(ledger, file, number)
         for name, seconds in ledger.get("stages", {}).items():
             stages.setdefault(name, []).append(_seconds(seconds, file, number))
-        if create_s := numbers.get("create_s", 0.0) + numbers.get("ready_s", 0.0):
-            operations.setdefault("create_s", []).append(create_s)
+        if numbers.get("create_s", 0.0):
+            operations.setdefault("create_s", []).append(numbers["create_s"] + numbers.get("ready_s", 0.0))
+        elif bind_s := numbers.get("ready_s", 0.0):  # one that was idle
+            operations.setdefault("bind_s", []).append(bind_s)
         if resets := numbers.get("resets", 0.0):
             operations.setdefault("reset_s", []).append(numbers.get("reset_s", 0.0) / resets)
     return Measured(_means(stages), _means(operations))

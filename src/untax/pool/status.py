@@ -1,0 +1,104 @@
+"""How a pool is doing, as data: for `engine.pools()`, `untax pool status` and whoever watches an engine from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from untax.core.errors import UsageError
+from untax.core.stage import Stage
+
+SCHEMA = 1
+"""Of `to_json`. A reader refuses a number it does not know."""
+
+_LABEL = 60  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatus:
+    """Sandboxes with one stage uppermost, and those who ask for it."""
+
+    name: str
+    key: str
+    label: str
+    """What its recipe says, in a few words."""
+    idle: int
+    leased: int
+    making: int
+    waiting: int
+    target: int
+    """How many are to be idle."""
+    cost_s: float
+    """What putting it in place over the stage below is expected to take."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatus:
+    """One engine's pool at one moment; counts are since the engine started."""
+
+    substrate: str
+    stages: tuple[StageStatus, ...]
+    sandboxes: int
+    """Whatever their state, with those that are being made."""
+    most_sandboxes: int
+    memory_mib: float
+    most_memory_mib: float | None
+    starting: int
+    most_starting: int
+    """As found by measuring."""
+    exact: int
+    partial: int
+    cold: int
+    refused: int
+    rejected: int
+    died: int
+    made: int
+    failed: int
+    waited_s: float
+    create_s: float
+    bind_s: float
+
+    @property
+    def leases(self) -> int:
+        return self.exact + self.partial + self.cold
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"untax_pool": SCHEMA, **asdict(self)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), separators=(",", ":"))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> PoolStatus:
+        """`UsageError` for what is no status, or one of a later release."""
+        try:
+            if data["untax_pool"] != SCHEMA:
+                raise UsageError(f"a pool status of version {data['untax_pool']!r}: this release knows {SCHEMA}")
+            values = {field.name: data[field.name] for field in fields(cls)}
+            names = [field.name for field in fields(StageStatus)]
+            values["stages"] = tuple(StageStatus(**{name: stage[name] for name in names}) for stage in data["stages"])
+        except (KeyError, TypeError) as exc:
+            raise UsageError(f"not a pool status: {exc!r}") from exc
+        return cls(**values)
+
+
+def label_of(stage: Stage) -> str:
+    recipe = stage.recipe
+    if stage.name == "image":
+        text = str(recipe.get("image", ""))
+    elif stage.name == "repo":
+        text = f"{recipe.get('url', '')}@{str(recipe.get('commit', ''))[:10]}"
+    elif stage.name == "deps":
+        steps = recipe.get("steps")
+        text = "; ".join(map(str, steps)) if isinstance(steps, (list, tuple)) else ""
+    else:
+        text = ""
+    text = " ".join(text.split())
+    return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,312 @@
+"""An engine's pool: which stages a lease needs, how a sandbox for it is made, raised to a higher stage, bound and taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
+from untax.core.ledger import Hit, Ledger
+from untax.core.span import Stopwatch
+from untax.core.spec import EnvSpec
+from untax.core.stage import Stage
+from untax.ground import Ground
+from untax.grounds import Recipe, recipe_of
+from untax.leases import Request
+from untax.pool import events as ev
+from untax.pool.costs import Costs
+from untax.pool.options import PoolOptions
+from untax.pool.pool import Grant, PoolDriver
+from untax.pool.status import PoolStatus, StageStatus, finite, label_of
+from untax.standby import Standby, raise_up
+
+if TYPE_CHECKING:
+    from untax.engine import Engine
+    from untax.tenancy import Tenancy
+
+# What a hand-out meets when a sandbox died while it was parked: another one will do.
+_DEAD = (SandboxLost, ReadinessTimeout, ProtocolError)
+_MOST_LADDERS = 4096
+_MOST_WARM = 100_000
+
+
+class Pooling:
+    """Made by an engine; `start` once its substrate and store are."""
+
+    def __init__(self, engine: Engine, options: PoolOptions, costs: Costs) -> None:
+        self._engine = engine
+        self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
+        self._in_place: set[str] = set()  # stages that are in no store because they need none
+        layered = engine.warehouse.is_layered
+        self.driver: PoolDriver[Request, Standby] = PoolDriver(
+            self, options, shares_stages=layered, upgrades_in_place=not layered, costs=costs
+        )
+
+    # ---- leases ----
+
+    async def furnish(self, box: Tenancy, watch: Stopwatch) -> None:
+        """Give the box the sandbox that is closest. One that turns out to be dead is not seen by it: the next one is tried."""
+        request, ledger, driver = box.request, box.ledger, self.driver
+        spec = request.spec
+        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec))) or await self._ladder(spec)
+        ledger.wanted = stages
+        grant = await driver.acquire(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s)
+        while True:
+            standby, order = grant.entry, grant.order
+            try:
+                began_ns = self._account(ledger, watch, grant)
+                if order.missing:
+                    await self._upgrade(grant, request, ledger, watch)
+                await box.take_over(standby, watch, is_proven=order.kind != "exact")
+            except _DEAD as exc:
+                standby.on_lost = None
+                if box.is_over:
+                    driver.give_back(standby.name, clean=False, ticket=grant.ticket)
+                    raise
+                grant = await driver.again(grant, exc)
+            except BaseException as exc:
+                standby.on_lost = None
+                if order.missing and isinstance(exc, Exception) and not isinstance(exc, UsageError):
+                    grant = await driver.again(grant, exc)  # whoever else waits for the same stage is told too
+                    continue
+                driver.give_back(standby.name, clean=False, ticket=grant.ticket)
+                raise
+            else:
+                driver.bound(grant, (watch.last_ns - began_ns) / 1e9)
+                return
+
+    def _account(self, ledger: Ledger, watch: Stopwatch, grant: Grant[Standby]) -> int:
+        """What came before it was handed out; gives when that was."""
+        order = grant.order
+        standby = grant.entry
+        if order.order is not None and standby.spans and standby.spans[0][1] >= watch.last_ns:
+            ledger.add("queue", watch.last_ns, standby.spans[0][1])
+            for span in standby.spans:
+                ledger.add(*span)
+            watch.last_ns = standby.spans[-1][2]
+            ledger.stages.update(standby.built)
+        else:
+            ledger.add("queue", *watch.part())
+        ledger.hit = Hit(
+            order.kind,
+            order.start.name if order.start is not None else None,
+            tuple(stage.name for stage in order.missing),
+            order.waited_s,
+            order.waited_for,
+            order.why,
+        )
+        if order.kind == "cold":
+            self._tell_cold(ledger.hit, standby)
+        return watch.last_ns
+
+    def _tell_cold(self, hit: Hit, standby: Standby) -> None:
+        """Of one that was created: over which stage, and what was built for it."""
+        hit.missing = tuple(standby.built)
+        below = [stage.name for stage in standby.stages if stage.name not in standby.built]
+        hit.start = below[-1] if below else None
+        hit.steps.update(standby.built)
+        for name, start_ns, end_ns in standby.spans:
+            if name != "setup":
+                hit.steps[name] = (end_ns - start_ns) / 1e9
+
+    async def _upgrade(self, grant: Grant[Standby], request: Request, ledger: Ledger, watch: Stopwatch) -> None:
+        """Put what is missing in place: inside where there are no layers; otherwise as layers for all, and the sandbox over them."""
+        standby, order = grant.entry, grant.order
+        assert ledger.hit is not None
+        steps = ledger.hit.steps
+        standby.built = {}
+        if standby.ground is None:
+            await standby.bind(request.neutral().spec, is_proven=False)
+            await standby.add([stage.name for stage in order.missing], request.spec)
+        else:
+            ground, built = await self._ground(request)
+            try:
+                standby.built = dict(built)
+                ledger.add("setup", *watch.part())
+                await standby.leave()
+                fresh = await raise_up(self._engine, request, ground, watch)
+            finally:
+                if ground is not None:
+                    ground.release()
+            standby.become(fresh)
+            steps.update((name, (end_ns - start_ns) / 1e9) for name, start_ns, end_ns in fresh.spans)
+        standby.stages = (*standby.stages, *order.missing)
+        self._learn(standby.built, order.missing)
+        ledger.stages.update(standby.built)
+        steps.update(standby.built)
+        ledger.add("setup", *watch.part())
+
+    # ---- the end of a lease ----
+
+    async def take_back(self, box: Tenancy) -> bool:
+        """Whether its sandbox was provably not used, could be of use, and is the pool's again; it is then not the box's any more."""
+        standby, driver = box.standby, self.driver
+        if standby is None or standby.ground is None or driver.options.reuse != "reset" or not driver.is_short(standby.stages[-1]):
+            return False
+        if box.spec.network != "none" or box.spec.user is not None or not await box.is_untouched():
+            return False
+        if box.standby is not standby:
+            return False  # it died while it was being looked at
+        box.let_go()
+        standby.on_lost = self._died
+        driver.give_back(standby.name, clean=True)
+        self._held(box)
+        return True
+
+    def was_returned(self, box: Tenancy, name: str) -> None:
+        """Its sandboxes were destroyed, or are in quarantine and count until they are gone."""
+        driver = self.driver
+        quarantine = self._engine.quarantine
+        kept = [one for one in box.ledger.sandboxes if one in quarantine.ids]
+        if kept:
+            quarantine.when_gone(kept[-1], driver.gone_later(name))
+        driver.give_back(name, clean=False, is_gone=True)
+        self._held(box)
+
+    def _held(self, box: Tenancy) -> None:
+        if self.driver.options.adaptive:
+            self.driver.held(box.ledger.wanted, box.ledger.held_s)
+
+    def _died(self, standby: Standby, _lost: SandboxLost) -> None:
+        self.driver.died(standby)
+
+    # ---- what the pool cannot do itself ----
+
+    async def make(self, order: ev.Create, request: Request) -> Standby:
+        engine, watch = self._engine, Stopwatch(self._engine.clock)
+        inside = () if engine.warehouse.is_layered else tuple(stage.name for stage in order.stages[2:])
+        spans: list[tuple[str, int, int]] = []
+        if order.ticket is None:
+            request = request.neutral(order.stages)
+        ground, built = await self._ground(request)
+        if built:
+            spans.append(("setup", *watch.part()))
+        try:
+            standby = await raise_up(engine, request.neutral() if inside else request, ground, watch)
+        except CreateError:
+            engine.warehouse.forget(request)  # perhaps what was at hand is there no more: it is looked for again
+            self.forget(request.spec)
+            raise
+        finally:
+            if ground is not None:
+                ground.release()
+        standby.stages = order.stages
+        standby.built = dict(built)
+        spans += standby.spans
+        created_s = (standby.spans[-1][2] - standby.spans[0][1]) / 1e9
+        try:
+            if inside:
+                await standby.add(inside, request.spec)
+                spans.append(("setup", *watch.part()))
+            if order.ticket is None:
+                await standby.bind(request.spec, is_proven=True)
+                await standby.rehearse()  # nobody waits for it
+        except BaseException:
+            await engine.finish(engine.chore(self.destroy(standby)))
+            raise
+        standby.spans = spans
+        self.driver.costs.observe("create", created_s)
+        self._learn(standby.built, order.stages)
+        standby.on_lost = self._died
+        if standby.channel is not None and standby.channel.is_lost:
+            await engine.finish(engine.chore(self.destroy(standby)))
+            raise SandboxLost(standby.sandbox.id, "it died as soon as it was there")
+        return standby
+
+    async def destroy(self, entry: Standby) -> None:
+        quarantine = self._engine.quarantine
+        await entry.leave()
+        if entry.sandbox.id in quarantine.ids:
+            quarantine.when_gone(entry.sandbox.id, self.driver.gone_later(entry.name))
+
+    async def _ground(self, request: Request) -> tuple[Ground | None, Mapping[str, float]]:
+        """Held for the caller, with the seconds of each stage that was built for it."""
+        warehouse = self._engine.warehouse
+        ground = warehouse.at_hand(request)
+        if ground is not None or not warehouse.is_layered:
+            return ground, {}
+        ground, built = await warehouse.find(request)
+        if built:
+            self._engine.chore(self._look_for_evicted())
+        return ground, built or {}
+
+    def _learn(self, built: Mapping[str, float], stages: tuple[Stage, ...]) -> None:
+        for stage in stages:
+            if stage.name in built:
+                self.driver.costs.observe_stage(stage, built[stage.name])
+
+    async def _look_for_evicted(self) -> None:
+        """A layer that was added may have cost others their place."""
+        known = {key.partition("~")[0]: key for key in self.driver.known_stages}
+        gone = await self._engine.warehouse.missing(list(known))
+        self.driver.evicted(known[key] for key in gone if key not in self._in_place)
+
+    # ---- which stages ----
+
+    async def _ladder(self, spec: EnvSpec) -> tuple[Stage, ...]:
+        """What a lease of this spec needs in place, kept at hand. What is fixed when a sandbox is created makes another ladder."""
+        engine = self._engine
+        fixed = engine.fixed(spec)
+        found, present = await engine.warehouse.ladder(spec)
+        flavour = f"~{sha256(repr(fixed).encode()).hexdigest()[:12]}" if any(fixed) else ""
+        stages = tuple(replace(stage, key=stage.key + flavour) for stage in found) if flavour else found
+        if len(self._ladders) >= _MOST_LADDERS:
+            self._ladders.clear()
+        self._ladders[recipe_of(spec), fixed] = stages
+        self._in_place.update(stage.key for stage in found[:2] if stage.key in present)
+        self.driver.stored(stage.key for stage, plain in zip(stages, found, strict=True) if plain.key in present)
+        return stages
+
+    def forget(self, spec: EnvSpec) -> None:
+        """Ask again what an image's name stands for."""
+        for key in [key for key in self._ladders if key[0][0] == spec.image]:
+            del self._ladders[key]
+
+    # ---- for people ----
+
+    async def warm(self, request: Request, count: int) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_WARM:
+            raise UsageError(f"n must be a whole number between 0 and {_MOST_WARM}, not {count!r}")
+        stages = await self._ladder(request.spec)
+        await self.driver.warm(stages, request, count, memory_mib=request.spec.limits.memory_mib)
+
+    def status(self) -> PoolStatus:
+        driver, state = self.driver, self.driver.state
+        counts, costs = driver.counts, driver.costs
+        stages = tuple(
+            StageStatus(
+                one.stage.name,
+                one.stage.key,
+                label_of(one.stage),
+                one.idle,
+                one.leased,
+                one.making,
+                one.waiting,
+                one.target,
+                costs.of_stage(one.stage),
+            )
+            for one in driver.standings()
+        )
+        return PoolStatus(
+            substrate=self._engine.substrate.name,
+            stages=stages,
+            sandboxes=state.size,
+            most_sandboxes=driver.options.entries,
+            memory_mib=state.memory_mib,
+            most_memory_mib=finite(driver.options.memory_mib),
+            starting=state.starting,
+            most_starting=state.admission.cap,
+            exact=counts.exact,
+            partial=counts.partial,
+            cold=counts.cold,
+            refused=counts.refused,
+            rejected=counts.rejected,
+            died=counts.died,
+            made=counts.made,
+            failed=counts.failed,
+            waited_s=counts.waited_s,
+            create_s=costs.of("create"),
+            bind_s=costs.of("bind"),
+        )

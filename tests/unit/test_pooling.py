@@ -1,0 +1,336 @@
+"""An engine's pool on fake substrates: what is warm is bound late, what is missing is added, and no lease sees a dead sandbox."""
+
+import asyncio
+import json
+
+import pytest
+
+import untax
+from untax.testing import FakeExit, FakeSubstrate, LayeredFake
+
+MIB = 1024.0  # of the default limits
+
+
+@pytest.fixture
+def fake():
+    return FakeSubstrate()
+
+
+@pytest.fixture
+def layered(tmp_path):
+    # Behind a set-up its Python files are compiled, by a loop of the shell.
+    return LayeredFake(tmp_path / "uppers", programs={"for": lambda *_: FakeExit()})
+
+
+@pytest.fixture
+def image(tmp_path):
+    (tmp_path / "image").mkdir()
+    return f"dir:{tmp_path / 'image'}"
+
+
+async def settled(engine, spec=None, n=1):
+    """The pool is full again."""
+    await engine.warm(spec, n)
+
+
+async def test_a_warm_lease_creates_nothing_and_says_so(fake):
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=2)
+        fake.log.clear()
+        async with engine.lease() as box:
+            assert fake.log == []  # it only has to answer
+            hit = box.ledger.hit
+            assert (hit.kind, hit.start, hit.missing, hit.waited_for) == ("exact", "image", (), "")
+        document = json.loads(box.ledger.to_json())
+    assert document["hit"]["kind"] == "exact"
+    assert [name for name, _ in document["wanted"]] == ["base", "image"]
+    assert document["asked_at"] > 0
+    assert document["metrics"]["create_s"] == 0.0
+    assert not fake.live
+
+
+async def test_what_is_given_at_lease_time_binds_to_what_is_warm(fake):
+    async with untax.Engine(fake) as engine:
+        await engine.warm(untax.EnvSpec(env={"A": "1"}), 1)
+        made = len(fake.sandboxes)
+        limits = untax.Limits(memory_mib=64)
+        lease = engine.lease(env={"B": "2"}, user="two", files={"x": b"data"}, limits=limits, network=("a.example:443",))
+        async with lease as box:
+            env = (await box.run(["env"])).text.splitlines()
+            assert {"B=2", "http_proxy=http://127.0.0.1:3128"} <= set(env)
+            assert "A=1" not in env
+            assert await box.read("x") == b"data"
+            assert box.ledger.hit.kind == "exact"
+        sandbox = fake.sandboxes[made - 1]
+        assert (sandbox.spec.limits, sandbox.spec.user) == (limits, "two")
+
+
+async def test_a_sandbox_that_cannot_change_its_limits_serves_only_leases_that_want_the_same(fake):
+    fake.binds_late = frozenset()
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=1)
+        async with engine.lease(limits=untax.Limits(memory_mib=64)) as box:
+            assert box.ledger.hit.kind == "cold"
+        async with engine.lease(user="two") as box:
+            assert box.ledger.hit.kind == "cold"
+        async with engine.lease() as box:
+            assert box.ledger.hit.kind == "exact"
+
+
+async def test_x22_a_sandbox_that_died_while_parked_is_replaced_unseen(fake):
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=3)
+        fake.sandboxes[0].die()
+        for sandbox in fake.sandboxes[1:3]:
+            sandbox.cell.silent = True  # alive for the kernel, and never answers: closed before it is asked
+            sandbox.cell.close()
+        async with engine.lease() as box:
+            assert (await box.run(["true"])).exit_code == 0
+            assert box.ledger.verdict == "trusted"
+        status = engine.pools()
+        assert status.died + status.rejected >= 1
+    assert not fake.live
+
+
+async def test_c3_one_that_dies_in_use_is_lost_and_its_place_filled_by_another(fake):
+    async with untax.Engine(fake, pool=untax.PoolOptions(entries=1)) as engine:
+        await engine.warm(n=1)
+        box = await engine.acquire()
+        fake.sandboxes[0].die()
+        with pytest.raises(untax.SandboxLost):
+            await box.run(["true"])
+        await box.release()
+        assert box.ledger.verdict == "infra"
+        async with engine.lease() as other:
+            assert other.id != box.id
+            assert other.ledger.verdict == "trusted"
+
+
+async def test_a_sandbox_that_was_used_is_never_leased_again(fake):
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=1)
+        async with engine.lease() as first:
+            await first.run(["true"])
+        await settled(engine)
+        async with engine.lease() as second:
+            assert second.id != first.id
+
+
+async def test_one_that_comes_back_untouched_serves_again_unless_each_is_to_be_used_once(layered, image, tmp_path):
+    for reuse, again in (("reset", True), ("single", False)):
+        spec = untax.EnvSpec(image=image)
+        engine = untax.Engine(layered, state_dir=tmp_path / "state", pool=untax.PoolOptions(reuse=reuse))
+        async with engine:
+            await engine.warm(spec, 2)
+            async with engine.lease(spec) as first:
+                pass
+            await settled(engine, spec, 2)
+            async with engine.lease(spec) as second:
+                assert (second.id == first.id) is again
+            await settled(engine, spec, 2)
+            async with engine.lease(spec) as third:
+                await third.write("trace", b"x")
+            await settled(engine, spec, 2)
+            async with engine.lease(spec) as fourth:
+                assert fourth.id != third.id
+                with pytest.raises(untax.NotFound):
+                    await fourth.read("trace")
+    assert not layered.live
+
+
+async def test_a_partial_hit_adds_only_what_is_missing_to_the_sandbox_itself(fake):
+    async with untax.Engine(fake) as engine:
+        await engine.warm(untax.EnvSpec(), 1)
+        engine.pooling.driver.costs.observe("create", 5.0)  # so that what is idle is the nearer way
+        parked = fake.sandboxes[0].id
+        spec = untax.EnvSpec(setup=("echo one", "echo two"), env={"SECRET": "x"})
+        fake.log.clear()
+        async with engine.lease(spec) as box:
+            assert box.id == parked
+            hit = box.ledger.hit
+            assert (hit.kind, hit.start, hit.missing) == ("partial", "image", ("deps",))
+            assert set(hit.steps) == {"deps"}
+            assert box.ledger.stages.keys() == {"deps"}
+            assert (await box.run(["env"])).text.count("SECRET=x") == 1
+        spawned = [step for step in fake.log if step.startswith("spawn echo")]
+        assert spawned == ["spawn echo one", "spawn echo two"]
+        assert engine.pools().partial == 1
+
+
+async def test_without_room_an_idle_ancestor_gives_its_place_to_a_sandbox_over_the_stage_that_was_missing(layered, image, tmp_path):
+    options = untax.PoolOptions(entries=1)
+    async with untax.Engine(layered, state_dir=tmp_path / "state", pool=options) as engine:
+        await engine.warm(untax.EnvSpec(image=image), 1)
+        old = layered.sandboxes[0].id
+        spec = untax.EnvSpec(image=image, setup=("echo one",))
+        async with engine.lease(spec) as box:
+            hit = box.ledger.hit
+            assert (hit.kind, hit.start, hit.missing) == ("partial", "image", ("deps",))
+            assert {"deps", "create", "ready"} <= hit.steps.keys()
+            assert box.ledger.stages.keys() == {"deps"}
+            assert old not in layered.live
+            assert box.id in layered.live
+    assert not layered.live
+
+
+async def test_a_failed_upgrade_is_told_with_its_log_and_leaves_nothing(layered, image, tmp_path):
+    async with untax.Engine(layered, state_dir=tmp_path / "state", pool=untax.PoolOptions(entries=1)) as engine:
+        await engine.warm(untax.EnvSpec(image=image), 1)
+        with pytest.raises(untax.StageFailed, match="false"):
+            await engine.acquire(untax.EnvSpec(image=image, setup=("false",)))
+        async with engine.lease(untax.EnvSpec(image=image)) as box:
+            assert box.ledger.verdict == "trusted"
+    assert not layered.live
+
+
+async def test_a_wait_is_explained_in_the_ledger(fake):
+    async with untax.Engine(fake, pool=untax.PoolOptions(entries=1)) as engine:
+        first = await engine.acquire()
+        waiting = asyncio.ensure_future(engine.acquire())
+        await asyncio.sleep(0.01)
+        await first.release()
+        box = await waiting
+        hit = box.ledger.hit
+        assert hit.waited_s >= 0.01
+        assert hit.waited_for
+        assert box.ledger.metrics()["queue_s"] >= 0.009
+        await box.release()
+
+
+async def test_nobody_waits_longer_than_wait_s_and_is_told_for_what(fake):
+    async with untax.Engine(fake, pool=untax.PoolOptions(entries=1)) as engine:
+        async with engine.lease():
+            with pytest.raises(untax.PoolTimeout, match="at most 1"):
+                await engine.acquire(wait_s=0.02)
+        async with engine.lease(wait_s=0.5):
+            pass
+
+
+async def test_a_lease_larger_than_the_pool_is_a_usage_error(fake):
+    async with untax.Engine(fake, pool=untax.PoolOptions(memory_mib=100.0)) as engine:
+        with pytest.raises(untax.UsageError, match="memory_mib"):
+            await engine.acquire(limits=untax.Limits(memory_mib=200))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"entries": 0}, {"memory_mib": -1}, {"hit_rate": 1.5}, {"reuse": "often"}, {"first_starting": 1}, {"linger_s": "soon"}],
+)
+def test_bad_options_are_refused_where_they_enter(options):
+    with pytest.raises(untax.UsageError, match="PoolOptions"):
+        untax.PoolOptions(**options)
+
+
+async def test_a_count_that_is_none_is_refused(fake):
+    async with untax.Engine(fake) as engine:
+        for bad in (-1, True, 1.5, "two"):
+            with pytest.raises(untax.UsageError, match="n must be"):
+                await engine.warm(n=bad)
+    with pytest.raises(untax.UsageError, match="PoolOptions"):
+        untax.Engine(fake, pool={"entries": 3})
+
+
+async def test_a_cancelled_warm_leaves_the_pool_filling_and_the_engine_closable(fake):
+    fake.gates["create"] = asyncio.Event()
+    async with untax.Engine(fake) as engine:
+        warming = asyncio.ensure_future(engine.warm(n=2))
+        await asyncio.sleep(0.01)
+        warming.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await warming
+        fake.gates.pop("create").set()
+        await engine.warm(n=2)
+        assert engine.pools().stages[0].idle == 2
+    assert not fake.live
+
+
+async def test_pools_are_plain_data(fake):
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=2)
+        async with engine.lease():
+            status = engine.pools()
+        (stage,) = status.stages
+        assert (stage.name, stage.leased, stage.target) == ("image", 1, 2)
+        assert status.exact == 1
+        again = untax.PoolStatus.from_dict(json.loads(status.to_json()))
+        assert again == status
+        with pytest.raises(untax.UsageError, match="version"):
+            untax.PoolStatus.from_dict({"untax_pool": 99})
+
+
+async def test_a_quarantined_sandbox_keeps_its_place_in_the_budget(fake):
+    async with untax.Engine(fake, pool=untax.PoolOptions(entries=1)) as engine:
+        box = await engine.acquire()
+        fake.failures["destroy"] = RuntimeError("stuck")
+        await box.release()
+        assert engine.quarantined == (box.id,)
+        with pytest.raises(untax.PoolTimeout):
+            await engine.acquire(wait_s=0.02)
+        del fake.failures["destroy"]
+        await engine.quarantine._try_all()
+        async with engine.lease(wait_s=1.0):
+            pass
+
+
+# ---- what is left on disk ----
+
+
+async def test_costs_are_learnt_across_engines_and_damage_is_no_failure(layered, image, tmp_path, caplog):
+    state = tmp_path / "state"
+    spec = untax.EnvSpec(image=image, setup=("echo one",))
+    async with untax.Engine(layered, state_dir=state) as engine, engine.lease(spec):
+        learnt = engine.pools().create_s
+    file = state / "pools" / "costs-fake.json"
+    assert json.loads(file.read_text())["by_name"].keys() >= {"create", "deps"}
+    async with untax.Engine(layered, state_dir=state) as engine:
+        assert engine.pools().create_s == learnt
+    for damage in ("{", '{"version": 99}', '{"version": 1, "by_name": {"create": -1}, "by_key": {}}', "\0\xff"):
+        file.write_text(damage)
+        caplog.clear()
+        async with untax.Engine(layered, state_dir=state) as engine, engine.lease(spec):
+            pass
+        assert "learnt anew" in caplog.text
+
+
+async def test_c6_a_record_that_cannot_be_written_fails_no_lease(layered, image, tmp_path, monkeypatch, caplog):
+    from untax.pool import record
+
+    monkeypatch.setattr(record, "_WRITE_S", 0.0)
+    async with untax.Engine(layered, state_dir=tmp_path / "state") as engine:
+        monkeypatch.setattr(record, "_write", _refused)
+        for _ in range(3):
+            async with engine.lease(untax.EnvSpec(image=image)):
+                await asyncio.sleep(0.01)
+    assert caplog.text.count("leases go on without it") == 1
+
+
+def _refused(*_):
+    raise OSError(30, "Read-only file system")
+
+
+async def test_whoever_watches_sees_the_engines_that_run(layered, image, tmp_path, monkeypatch):
+    from untax.pool import record
+
+    monkeypatch.setattr(record, "_WRITE_S", 0.0)
+    state = tmp_path / "state"
+    assert record.running(state) == []
+    async with untax.Engine(layered, state_dir=state) as engine:
+        await engine.warm(untax.EnvSpec(image=image), 2)
+        while not (found := record.running(state)) or found[0].pool.stages[0].idle < 2:
+            await asyncio.sleep(0.005)
+        assert found[0].pool.substrate == "fake"
+    assert record.running(state) == []
+    assert not list((state / "pools").glob("engine-*"))
+
+
+async def test_what_a_dead_engine_left_is_shown_to_nobody_and_removed(layered, tmp_path):
+    from untax.pool import record
+
+    directory = tmp_path / "state" / "pools"
+    directory.mkdir(parents=True, mode=0o700)
+    (directory / "engine-1-dead.lock").touch()
+    (directory / "engine-1-dead.json").write_text("{}")
+    assert record.running(tmp_path / "state") == []
+    (tmp_path / "state").chmod(0o700)
+    async with untax.Engine(layered, state_dir=tmp_path / "state"):
+        assert not (directory / "engine-1-dead.json").exists()
