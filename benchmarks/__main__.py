@@ -25,6 +25,13 @@ PROGRAMS = (
     "crash",
     "cycles",
     "fleet",
+    "warm_lease",
+    "burst",
+    "lease_at_scale",
+    "contention",
+    "mixed_load",
+    "adaptive",
+    "parked_kills",
 )
 QUICK = {
     "cold_create": 50,
@@ -41,6 +48,13 @@ QUICK = {
     "crash": 1,
     "cycles": 200,
     "fleet": 2000,
+    "warm_lease": 20,
+    "burst": 100,
+    "lease_at_scale": 100,
+    "contention": 640,
+    "mixed_load": 20,
+    "adaptive": 1,
+    "parked_kills": 200,
 }
 
 

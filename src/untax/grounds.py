@@ -63,6 +63,13 @@ class Grounds:
         if recipe_of(spec) in self._at_hand:
             self._put_back(recipe_of(spec))
 
+    def let_go_unused(self) -> bool:
+        """Of what is at hand and nobody stands on, so that the store may evict it; whether there was any."""
+        unused = [key for key, ground in self._at_hand.items() if all(support.users == 1 for support in ground.supports)]
+        for key in unused:
+            self._put_back(key)
+        return bool(unused)
+
     def close(self) -> None:
         for key in list(self._at_hand):
             self._put_back(key)

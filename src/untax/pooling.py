@@ -7,7 +7,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
+from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, SandboxLost, StageUnavailable, UsageError
 from untax.core.ledger import Hit, Ledger
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # What a hand-out meets when a sandbox died while it was parked: another one will do.
 _DEAD = (SandboxLost, ReadinessTimeout, ProtocolError)
+STORE = "store"  # what an error of the store names as its stage
 _MOST_LADDERS = 4096
 _MOST_WARM = 100_000
 
@@ -180,7 +181,7 @@ class Pooling:
         spans: list[tuple[str, int, int]] = []
         if order.ticket is None:
             request = request.neutral(order.stages)
-        ground, built = await self._ground(request)
+        ground, built = await self._ground(request, is_urgent=order.ticket is not None)
         if built:
             spans.append(("setup", *watch.part()))
         try:
@@ -221,13 +222,21 @@ class Pooling:
         if entry.sandbox.id in quarantine.ids:
             quarantine.when_gone(entry.sandbox.id, self.driver.gone_later(entry.name))
 
-    async def _ground(self, request: Request) -> tuple[Ground | None, Mapping[str, float]]:
-        """Held for the caller, with the seconds of each stage that was built for it."""
+    async def _ground(self, request: Request, *, is_urgent: bool = True) -> tuple[Ground | None, Mapping[str, float]]:
+        """Held for the caller, with the seconds of each stage that was built for it. When somebody waits for it and the store is
+        full, what is only kept ready makes room.
+        """
         warehouse = self._engine.warehouse
         ground = warehouse.at_hand(request)
         if ground is not None or not warehouse.is_layered:
             return ground, {}
-        ground, built = await warehouse.find(request)
+        while True:
+            try:
+                ground, built = await warehouse.find(request)
+                break
+            except StageUnavailable as exc:
+                if exc.stage != STORE or not is_urgent or not (warehouse.let_go_unused() or await self.driver.shed()):
+                    raise
         if built:
             self._engine.chore(self._look_for_evicted())
         return ground, built or {}
@@ -285,7 +294,7 @@ class Pooling:
                 one.making,
                 one.waiting,
                 one.target,
-                costs.of_stage(one.stage),
+                0.0 if one.stage.key.partition("~")[0] in self._in_place else costs.of_stage(one.stage),
             )
             for one in driver.standings()
         )

@@ -128,6 +128,10 @@ class Warehouse:
         stages = stages_of(spec, Identity(spec.image, is_portable=False))
         return stages, frozenset(stage.key for stage in stages[:2])
 
+    def let_go_unused(self) -> bool:
+        """Of stages that are only kept at hand; whether that was any, so that the store may have room now."""
+        return self._grounds is not None and self._grounds.let_go_unused()
+
     async def missing(self, keys: Collection[str]) -> frozenset[str]:
         """Those of some stages that were here and are in the store no more."""
         if self._opened is None or self._grounds is None:

@@ -11,21 +11,31 @@ from untax.pool.costs import Costs
 from untax.pool.options import PoolOptions
 from untax.pool.sizing import Budget, Demand, Rate, plan
 
-_PERIOD_S = 1.0  # between two plans, while somebody comes: one takes about a millisecond for twenty specs
-_BIN_S = 1.0
+_PERIOD_S = 0.25  # between two plans, while somebody comes: one takes about a millisecond for twenty specs
+# Demand is the mean of what it was lately and of what it is used to be. On the traces of `benchmarks/adaptive`, ten seconds alone
+# are too few for groups that come seldom, and a minute alone is too long for what moves from spec to spec.
+_BIN_S, _LATELY_S, _USUALLY_S = 1.0, 10.0, 60.0
 _MOST_SPECS = 256  # whose demand is remembered; those not asked for for longest are forgotten first
 _WEIGHT = 0.2  # of the newest hold time
 _RARE_PER_S = 1e-3  # asked for less often than this, a spec is nobody's habit any more
 
 
 class _Spec:
-    __slots__ = ("hold_s", "memory_mib", "rate", "stages")
+    __slots__ = ("hold_s", "lately", "memory_mib", "stages", "usually")
 
     def __init__(self, stages: tuple[Stage, ...], memory_mib: float) -> None:
         self.stages = stages
         self.memory_mib = memory_mib
-        self.rate = Rate(bin_s=_BIN_S)
+        self.lately = Rate(bin_s=_BIN_S, memory_s=_LATELY_S)
+        self.usually = Rate(bin_s=_BIN_S, memory_s=_USUALLY_S)
         self.hold_s = 0.0
+
+    def arrived(self, now_s: float) -> None:
+        self.lately.arrived(now_s)
+        self.usually.arrived(now_s)
+
+    def per_s(self, now_s: float) -> float:
+        return (self.lately.per_s(now_s) + self.usually.per_s(now_s)) / 2
 
 
 class Demands:
@@ -48,7 +58,7 @@ class Demands:
                 self._specs.popitem(last=False)
         self._specs.move_to_end(key)
         spec.memory_mib = memory_mib
-        spec.rate.arrived(now_s)
+        spec.arrived(now_s)
         self._count += 1
         return stages if is_new else ()
 
@@ -67,7 +77,7 @@ class Demands:
         self._planned_at = self._count
         demand, rungs = [], dict[str, tuple[tuple[Stage, ...], float]]()
         for key, spec in list(self._specs.items()):
-            rate_per_s = spec.rate.per_s(now_s)
+            rate_per_s = spec.per_s(now_s)
             if rate_per_s < _RARE_PER_S:
                 del self._specs[key]
                 continue
@@ -75,7 +85,7 @@ class Demands:
                 Demand(
                     spec.stages,
                     rate_per_s,
-                    spec.rate.burst(now_s),
+                    spec.usually.burst(now_s),
                     hold_s=spec.hold_s,
                     memory_mib=spec.memory_mib,
                     hit_rate=self._options.hit_rate,

@@ -155,6 +155,13 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Pressed:
+    """The store has no room for a stage that somebody waits for: an idle sandbox that keeps layers in it is to go."""
+
+    now_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed. Due at `Pool.next_due_s()` at the latest."""
 
@@ -169,7 +176,7 @@ class Closed:
 
 
 Event: TypeAlias = (
-    Asked | Withdrawn | Made | Failed | Abandoned | Bound | Rejected | Returned | Died | Gone | Stored | Evicted | Resized | Tick | Closed
+    Asked | Withdrawn | Made | Failed | Abandoned | Bound | Rejected | Returned | Died | Gone | Stored | Evicted | Resized | Pressed | Tick | Closed
 )
 
 

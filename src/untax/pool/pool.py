@@ -271,6 +271,15 @@ class PoolDriver(Generic[R, E]):
             self._stored.discard(key)
             self._tell(ev.Evicted(self._clock(), key))
 
+    async def shed(self) -> bool:
+        """Destroy an idle sandbox that keeps layers in the store; whether there was one."""
+        before = set(self._destroying)
+        self._tell(ev.Pressed(self._clock()))
+        leaving = self._destroying - before
+        if leaving:
+            await asyncio.wait(leaving)
+        return bool(leaving)
+
     @property
     def known_stages(self) -> frozenset[str]:
         """Those whose layers are taken to be here."""

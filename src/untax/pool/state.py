@@ -158,6 +158,7 @@ class Pool:
             ev.Stored: lambda event: self._stock.stored(event.key),
             ev.Evicted: lambda event: self._stock.evicted(event.key),
             ev.Resized: self._resized,
+            ev.Pressed: self._pressed,
             ev.Tick: lambda _: None,
             ev.Closed: self._closed,
         }
@@ -398,6 +399,15 @@ class Pool:
                 spec.target = target
                 self._targets[spec.stage.key] = spec
         self._trim_due_s = self._now_s
+
+    def _pressed(self, _: ev.Pressed) -> None:
+        """Those above their target go first, then those that have been idle for longest. Images are in use by too many to go."""
+        keeping = [entry for entry in self._stock.all_idle() if entry.stage.name in ("repo", "deps")]
+        if keeping:
+            least = min(keeping, key=lambda entry: (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s))
+            self._spec(least.stage).no_refill_before_s = self._now_s + _MOST_BACKOFF_S  # not at once again
+            self._failing[least.stage.key] = self._spec(least.stage)
+            self._destroy(least, "the store has no room for another stage while it stands on its own")
 
     def _closed(self, _: ev.Closed) -> None:
         self._is_closed = True
