@@ -87,11 +87,11 @@ def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
             f"substrate {substrate.name!r} has isolation {substrate.isolation!r}, the spec asks for {spec.isolation!r} or "
             f"stronger: use another substrate, or accept it with EnvSpec(isolation={substrate.isolation!r})"
         )
-    changes: dict[str, Any] = {"user": late.user, "limits": late.limits, "network": late.network}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    if late.env:
-        changes["env"] = FrozenEnv({**spec.env, **freeze_env(late.env)})
-    if changes:
+    if late.env or late.user is not None or late.limits is not None or late.network is not None:
+        changes: dict[str, Any] = {"user": late.user, "limits": late.limits, "network": late.network}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if late.env:
+            changes["env"] = FrozenEnv({**spec.env, **freeze_env(late.env)})
         spec = replace(spec, **changes)
     if late.wait_s is not None:
         require_duration("wait_s", late.wait_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
@@ -17,8 +18,9 @@ from untax.grounds import Recipe, recipe_of
 from untax.leases import Request
 from untax.pool import events as ev
 from untax.pool.costs import Costs
+from untax.pool.grants import Grant
 from untax.pool.options import PoolOptions
-from untax.pool.pool import Grant, PoolDriver
+from untax.pool.pool import PoolDriver
 from untax.pool.status import PoolStatus, StageStatus, finite, label_of
 from untax.standby import Standby, raise_up
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 # What a hand-out meets when a sandbox died while it was parked: another one will do.
 _DEAD = (SandboxLost, ReadinessTimeout, ProtocolError)
 STORE = "store"  # what an error of the store names as its stage
+_STORE_PATIENCE_S = 60.0  # for a lease to end whose layers are in the way of another's
 _MOST_LADDERS = 4096
 _MOST_WARM = 100_000
 
@@ -39,6 +42,7 @@ class Pooling:
     def __init__(self, engine: Engine, options: PoolOptions, costs: Costs) -> None:
         self._engine = engine
         self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
+        self._warm: dict[tuple[Recipe, tuple[object, ...]], str] = {}  # uppermost stage keys of what is kept ready
         self._in_place: set[str] = set()  # stages that are in no store because they need none
         layered = engine.warehouse.is_layered
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
@@ -75,7 +79,9 @@ class Pooling:
                 driver.give_back(standby.name, clean=False, ticket=grant.ticket)
                 raise
             else:
-                driver.bound(grant, (watch.last_ns - began_ns) / 1e9)
+                # Its holder need not wait for that: it is told before anything that the holder could do next is.
+                driver.counted(grant, (watch.last_ns - began_ns) / 1e9)
+                asyncio.get_running_loop().call_soon(driver.confirm, grant)
                 return
 
     def _account(self, ledger: Ledger, watch: Stopwatch, grant: Grant[Standby]) -> int:
@@ -235,11 +241,15 @@ class Pooling:
                 ground, built = await warehouse.find(request)
                 break
             except StageUnavailable as exc:
-                if exc.stage != STORE or not is_urgent or not (warehouse.let_go_unused() or await self.driver.shed()):
+                if exc.stage != STORE or not is_urgent or not await self._make_room():
                     raise
         if built:
             self._engine.chore(self._look_for_evicted())
         return ground, built or {}
+
+    async def _make_room(self) -> bool:
+        """Whether the store may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
+        return self._engine.warehouse.let_go_unused() or await self.driver.shed() or await self.driver.wait_gone(_STORE_PATIENCE_S)
 
     def _learn(self, built: Mapping[str, float], stages: tuple[Stage, ...]) -> None:
         for stage in stages:
@@ -248,9 +258,9 @@ class Pooling:
 
     async def _look_for_evicted(self) -> None:
         """A layer that was added may have cost others their place."""
-        known = {key.partition("~")[0]: key for key in self.driver.known_stages}
-        gone = await self._engine.warehouse.missing(list(known))
-        self.driver.evicted(known[key] for key in gone if key not in self._in_place)
+        known = [(key, key.partition("~")[0]) for key in self.driver.known_stages]
+        gone = await self._engine.warehouse.missing({plain for _, plain in known} - self._in_place)
+        self.driver.evicted(key for key, plain in known if plain in gone)
 
     # ---- which stages ----
 
@@ -263,7 +273,11 @@ class Pooling:
         stages = tuple(replace(stage, key=stage.key + flavour) for stage in found) if flavour else found
         if len(self._ladders) >= _MOST_LADDERS:
             self._ladders.clear()
-        self._ladders[recipe_of(spec), fixed] = stages
+        recipe = (recipe_of(spec), fixed)
+        self._ladders[recipe] = stages
+        if (kept := self._warm.get(recipe)) is not None and kept != stages[-1].key:
+            self._warm[recipe] = stages[-1].key
+            self.driver.moved(kept, stages)
         self._in_place.update(stage.key for stage in found[:2] if stage.key in present)
         self.driver.stored(stage.key for stage, plain in zip(stages, found, strict=True) if plain.key in present)
         return stages
@@ -279,6 +293,7 @@ class Pooling:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_WARM:
             raise UsageError(f"n must be a whole number between 0 and {_MOST_WARM}, not {count!r}")
         stages = await self._ladder(request.spec)
+        self._warm[recipe_of(request.spec), self._engine.fixed(request.spec)] = stages[-1].key
         await self.driver.warm(stages, request, count, memory_mib=request.spec.limits.memory_mib)
 
     def status(self) -> PoolStatus:

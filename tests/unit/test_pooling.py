@@ -244,6 +244,24 @@ async def test_a_cancelled_warm_leaves_the_pool_filling_and_the_engine_closable(
     assert not fake.live
 
 
+async def test_what_is_kept_ready_follows_its_image(layered, tmp_path):
+    """`prepare` asks what a name stands for; what is warm is then of the image as it is now."""
+    place = tmp_path / "image"
+    place.mkdir()
+    spec = untax.EnvSpec(image=f"dir:{place}")
+    async with untax.Engine(layered, state_dir=tmp_path / "state") as engine:
+        await engine.warm(spec, 1)
+        (before,) = [stage.key for stage in engine.pools().stages if stage.target]
+        place.rename(tmp_path / "old")
+        place.mkdir()
+        (await engine.prepare(spec)).pin.close()
+        async with engine.lease(spec):
+            targets = [stage.key for stage in engine.pools().stages if stage.target]
+        assert len(targets) == 1
+        assert targets != [before]
+    assert not layered.live
+
+
 async def test_pools_are_plain_data(fake):
     async with untax.Engine(fake) as engine:
         await engine.warm(n=2)

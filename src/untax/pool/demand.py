@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from untax.core.stage import Stage
 from untax.pool import events as ev
@@ -39,8 +40,9 @@ class _Spec:
 
 
 class Demands:
-    def __init__(self, options: PoolOptions, costs: Costs) -> None:
+    def __init__(self, options: PoolOptions, costs: Costs, *, shares_stages: bool) -> None:
         self._options = options
+        self._shares_stages = shares_stages
         self._costs = costs
         self._specs: OrderedDict[str, _Spec] = OrderedDict()
         self._count = self._planned_at = 0
@@ -96,9 +98,11 @@ class Demands:
                 rungs[spec.stages[rung].key] = (spec.stages[: rung + 1], max(memory_mib, spec.memory_mib))
         budget = Budget(self._options.memory_mib, self._options.entries, starting)
         sizes = plan(demand, budget, self._costs, present=present)
-        planned = {key: ev.Target(rungs[key][0], count, rungs[key][1]) for key, count in sizes.items()}
+        planned = {key: ev.Target(rungs[key][0], count, rungs[key][1], may_build=not self._shares_stages) for key, count in sizes.items()}
         self._has_targets = bool(planned)
         for key, floor in floors.items():
             if key not in planned or planned[key].count < floor.count:
                 planned[key] = floor
+            else:
+                planned[key] = replace(planned[key], may_build=True)
         return planned

@@ -144,6 +144,9 @@ class Target:
     stages: tuple[Stage, ...]
     count: int
     memory_mib: float = 0.0
+    may_build: bool = True
+    """False: only as long as all its stages are here. What was evicted is built again for somebody who waits, not to be kept ready: it
+    would cost another its place in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +179,22 @@ class Closed:
 
 
 Event: TypeAlias = (
-    Asked | Withdrawn | Made | Failed | Abandoned | Bound | Rejected | Returned | Died | Gone | Stored | Evicted | Resized | Pressed | Tick | Closed
+    Asked
+    | Withdrawn
+    | Made
+    | Failed
+    | Abandoned
+    | Bound
+    | Rejected
+    | Returned
+    | Died
+    | Gone
+    | Stored
+    | Evicted
+    | Resized
+    | Pressed
+    | Tick
+    | Closed
 )
 
 

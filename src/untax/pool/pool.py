@@ -11,14 +11,15 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from untax.core.errors import PoolClosed, PoolTimeout, StageError, UntaxError, UsageError
+from untax.core.errors import PoolClosed, PoolTimeout, UsageError
 from untax.core.stage import Stage
 from untax.pool import events as ev
 from untax.pool.costs import Costs
 from untax.pool.demand import Demands
+from untax.pool.grants import Counts, E, Grant, Hands, blame, copy_of
 from untax.pool.options import PoolOptions
 from untax.pool.state import Policy, Pool, Standing
 
@@ -28,38 +29,11 @@ log = logging.getLogger("untax.pool")
 _CALM_S = 0.02
 # How often in a row a refill may fail before whoever waits for `warm` is told; between them it waits ever longer.
 _WARM_TRIES = 3
-
-
-class Named(Protocol):
-    """What a pool keeps."""
-
-    @property
-    def name(self) -> str: ...
+_MOST_RECIPES = 4096  # before those that no target asks for are forgotten
 
 
 R = TypeVar("R")
 """What is asked for: opaque here."""
-E = TypeVar("E", bound=Named)
-R_contra = TypeVar("R_contra", contravariant=True)
-
-
-class Hands(Protocol[R_contra, E]):
-    """What a pool cannot do itself."""
-
-    async def make(self, order: ev.Create, request: R_contra) -> E:
-        """A sandbox with all the order's stages in place, ready to be handed out. What it took is given back when it fails or is cancelled."""
-
-    async def destroy(self, entry: E) -> None:
-        """Free one that is idle; returns when it is gone, and never raises."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant(Generic[E]):
-    """A sandbox for a ticket, not bound yet. It is answered with `bound`, `again` or `give_back`."""
-
-    ticket: str
-    entry: E
-    order: ev.HandOut
 
 
 @dataclass(slots=True)
@@ -69,24 +43,6 @@ class _Warming:
     done: asyncio.Future[None]
     made: int = 0
     failures: int = 0
-
-
-@dataclass(slots=True)
-class Counts:
-    """Since the engine started."""
-
-    exact: int = 0
-    partial: int = 0
-    cold: int = 0
-    refused: int = 0
-    rejected: int = 0
-    """Idle ones that were dead, or could not be given what a lease asked for, when they were to be handed out."""
-    died: int = 0
-    """Idle ones whose death was noticed while they were parked."""
-    made: int = 0
-    failed: int = 0
-    waited_s: float = 0.0
-    """Of all leases together."""
 
 
 class PoolDriver(Generic[R, E]):
@@ -126,7 +82,8 @@ class PoolDriver(Generic[R, E]):
         self._recipes: dict[str, R] = {}  # uppermost stage key → what a refill makes
         self._floors: dict[str, ev.Target] = {}
         self._warming: list[_Warming] = []
-        self._demands = Demands(options, costs) if options.adaptive else None
+        self._gone: asyncio.Future[None] | None = None  # of those who wait for any to go
+        self._demands = Demands(options, costs, shares_stages=shares_stages) if options.adaptive else None
         self._replanning: asyncio.TimerHandle | None = None
         self._stored: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -149,6 +106,11 @@ class PoolDriver(Generic[R, E]):
 
     def bound(self, grant: Grant[E], seconds: float) -> None:
         """Its holder has it; binding took so long."""
+        self.counted(grant, seconds)
+        self.confirm(grant)
+
+    def counted(self, grant: Grant[E], seconds: float) -> None:
+        """The first half of `bound`: the other, `confirm`, may wait until the holder has something to wait for."""
         order = grant.order
         if order.kind == "exact":
             self.counts.exact += 1
@@ -159,12 +121,14 @@ class PoolDriver(Generic[R, E]):
             self.counts.cold += 1
         self.counts.waited_s += order.waited_s
         del self._asked[grant.ticket]
+
+    def confirm(self, grant: Grant[E]) -> None:
         self._tell(ev.Bound(self._clock(), grant.ticket))
 
     async def again(self, grant: Grant[E], why: Exception) -> Grant[E]:
         """It was dead or would not do, and is to be destroyed: another one, before those who came later."""
         self.counts.rejected += 1
-        self._refusing(why, ev.Rejected(self._clock(), grant.ticket, str(why), *_blame(why, grant.order.missing)))
+        self._refusing(why, ev.Rejected(self._clock(), grant.ticket, str(why), *blame(why, grant.order.missing)))
         return await self._granted(grant.ticket)
 
     def give_back(self, name: str, *, clean: bool, ticket: str | None = None, is_gone: bool = False) -> None:
@@ -259,6 +223,14 @@ class PoolDriver(Generic[R, E]):
         finally:
             self._warming.remove(warming)
 
+    def moved(self, key: str, stages: tuple[Stage, ...]) -> None:
+        """What is kept ready under this uppermost stage is another one now: its image has changed."""
+        floor = self._floors.pop(key, None)
+        if floor is not None:
+            self._recipes[stages[-1].key] = self._recipes.pop(key)
+            self._floors[stages[-1].key] = replace(floor, stages=stages)
+            self._resize()
+
     def stored(self, keys: Iterable[str]) -> None:
         """The layers of these stages are here."""
         for key in keys:
@@ -279,6 +251,19 @@ class PoolDriver(Generic[R, E]):
         if leaving:
             await asyncio.wait(leaving)
         return bool(leaving)
+
+    async def wait_gone(self, patience_s: float) -> bool:
+        """Wait until any sandbox is gone; False when none is in time, or none is there that could go."""
+        if self._state.size == self._state.starting:
+            return False
+        if self._gone is None:
+            self._gone = self._loop.create_future()
+        try:
+            async with asyncio.timeout(patience_s):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            return False
+        return True
 
     @property
     def known_stages(self) -> frozenset[str]:
@@ -305,6 +290,8 @@ class PoolDriver(Generic[R, E]):
         targets = dict(self._floors)
         if self._demands is not None:
             targets |= self._demands.targets(self._floors, self._state.admission.cap, self._stored, self._clock())
+            if len(self._recipes) > _MOST_RECIPES:
+                self._recipes = {key: request for key, request in self._recipes.items() if key in targets}
         self._tell(ev.Resized(self._clock(), tuple(targets.values())))
 
     def _came(self, stages: tuple[Stage, ...], request: R, memory_mib: float, now_s: float) -> None:
@@ -351,6 +338,9 @@ class PoolDriver(Generic[R, E]):
 
     def _tell(self, event: ev.Event) -> None:
         orders = self._state.handle(event)
+        if self._gone is not None and type(event) is ev.Gone:
+            self._gone.set_result(None)
+            self._gone = None
         if orders:
             for order in orders:
                 self._carry_out(order)
@@ -419,8 +409,12 @@ class PoolDriver(Generic[R, E]):
         except Exception as exc:  # told: whoever waits for it, and the log
             del self._making[order.order]
             self.counts.failed += 1
-            is_retryable, stage = _blame(exc, order.stages)
-            log.log(logging.INFO if order.ticket else logging.WARNING, "a sandbox of the pool could not be made: %s", exc)
+            is_retryable, stage = blame(exc, order.stages)
+            log.log(
+                logging.INFO if order.ticket or getattr(exc, "retryable", False) else logging.WARNING,
+                "a sandbox of the pool could not be made: %s",
+                exc,
+            )
             self._refusing(exc, ev.Failed(self._clock(), order.order, str(exc), is_retryable, stage))
             self._warming_failed(key, exc, is_final=order.ticket is None and not getattr(exc, "retryable", False))
             return
@@ -460,7 +454,7 @@ class PoolDriver(Generic[R, E]):
         elif order.reason == "closed":
             exc = PoolClosed("the engine was closed before the sandbox was there")
         elif order.reason == "failed" and self._cause is not None:
-            exc = _copy(self._cause)
+            exc = copy_of(self._cause)
         else:
             exc = UsageError(f"{order.why}; lower the lease's limits, or raise PoolOptions(memory_mib=…)")
         future = self._waiting.pop(order.ticket, None)
@@ -482,28 +476,9 @@ class PoolDriver(Generic[R, E]):
                 warming.failures += 1
                 if is_final or warming.failures >= _WARM_TRIES:
                     self._floors.pop(key, None)
-                    warming.done.set_exception(_copy(exc))
+                    warming.done.set_exception(copy_of(exc))
         if key not in self._floors and not self._is_closed and any(one.key == key for one in self._warming):
             self._resize()
-
-
-def _blame(exc: Exception, stages: tuple[Stage, ...]) -> tuple[bool, str | None]:
-    """Whether another attempt makes sense, and for which stage it does not. A stage that cannot be had is told to all who wait for it."""
-    if not isinstance(exc, StageError):
-        return True, None
-    return False, next((stage.key for stage in stages if stage.name == exc.stage), None)
-
-
-def _copy(exc: Exception) -> Exception:
-    """One for each who is told, since raising writes into it."""
-    if not isinstance(exc, UntaxError):
-        return exc
-    try:
-        other = type(exc)(*exc.args)
-    except TypeError:
-        return exc
-    other.__cause__ = exc.__cause__
-    return other
 
 
 def _nothing() -> None:

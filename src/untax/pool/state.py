@@ -646,7 +646,7 @@ class Pool:
         self._stock.set_load(self._starts.load)
         choice = choose(target.stages, self._stock.fleet, self.costs, can_take=False)
         assert choice is not None
-        if self._starts.in_the_way(choice.missing) is not None:
+        if (choice.missing and not target.may_build) or self._starts.in_the_way(choice.missing) is not None:
             return False
         self._create(target.stages, None, choice, target.memory_mib)
         return True

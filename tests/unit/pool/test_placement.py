@@ -132,6 +132,7 @@ def test_of_ways_that_take_equally_long_the_nearer_one_is_chosen():
         assert (choice.node, choice.expected_s) == ("near", 4.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 19), st.booleans()), max_size=60))
 def test_nodes_that_close_and_open_are_seen_as_they_are(changes):
     """Twenty at the same distance, in a ring that each may leave and join at any time."""

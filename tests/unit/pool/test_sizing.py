@@ -39,6 +39,7 @@ def seconds(create=0.005, bind=0.0005, image=20.0, repo=5.0, deps=30.0):
 # ---- how many come ----
 
 
+@settings(deadline=None)
 @given(st.floats(0.01, 200), st.sampled_from([1.0, 1.5, 4.0, 20.0]))
 def test_arrivals_have_the_mean_and_the_variance_they_were_given(mean, burst):
     arrivals = Arrivals(mean, burst)

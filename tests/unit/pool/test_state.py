@@ -11,6 +11,7 @@ from untax.core.spec import EnvSpec, Repo
 from untax.core.stage import Identity, stages_of
 from untax.pool.costs import Costs
 from untax.pool.events import (
+    Abandoned,
     Asked,
     Bound,
     Closed,
@@ -22,6 +23,7 @@ from untax.pool.events import (
     Gone,
     HandOut,
     Made,
+    Pressed,
     Refuse,
     Rejected,
     Resized,
@@ -77,6 +79,103 @@ def lease(pool, ticket, stages=DEPS_A, *, now=0.0, entry=None):
 
 def kinds(orders):
     return [type(order) for order in orders]
+
+
+def warmed(pool, count=1, stages=DEPS_A, *, now=0.0, may_build=True):
+    """A pool with so many idle."""
+    orders = pool.handle(Resized(now, (Target(stages, count, 0.0, may_build),)))
+    while orders:
+        made = [pool.handle(Made(now, order.order, f"w{order.order}")) for order in orders if isinstance(order, Create)]
+        orders = [order for several in made for order in several]
+    assert pool.idle_at(stages[-1].key) == count
+
+
+def test_a_hit_is_handed_out_at_once_and_what_else_is_due_comes_with_its_binding():
+    pool = ready()
+    warmed(pool)
+    (given,) = ask(pool, "t", now=1.0)
+    assert (given.kind, given.waited_s, given.missing, given.order) == ("exact", 0.0, (), None)
+    assert kinds(pool.handle(Bound(1.0, "t"))) == [Create]
+
+
+def test_who_already_waits_goes_before_a_hit():
+    pool = ready(Policy(entries=1))
+    first = lease(pool, "a")
+    assert ask(pool, "b", now=1.0) == []
+    (given,) = pool.handle(Returned(2.0, first, clean=True))
+    assert given.ticket == "b"
+    assert ask(pool, "c", now=2.0) == []
+
+
+def test_a_refill_waits_until_the_first_action_is_over_unless_half_of_them_are_gone():
+    pool = ready(Policy(calm_s=0.5))
+    warmed(pool, 4)
+    ask(pool, "a", now=1.0)
+    assert pool.handle(Bound(1.0, "a")) == []
+    assert pool.next_due_s() == 1.5
+    assert kinds(pool.handle(Tick(1.5))) == [Create]
+    for number in range(3):
+        ask(pool, f"b{number}", now=2.0)
+    assert Create in kinds(pool.handle(Bound(2.0, "b0")))
+
+
+def test_a_creation_that_was_broken_off_is_no_failure():
+    pool = ready()
+    (order,) = ask(pool, "a")
+    pool.handle(Withdrawn(0.0, "a"))
+    assert not pool.is_wanted(order.order)
+    assert pool.handle(Abandoned(0.0, order.order)) == []
+    assert pool.size == 0
+    assert kinds(ask(pool, "b")) == [Create]  # nothing is held back
+
+
+def test_a_creation_is_wanted_while_somebody_else_waits_for_it():
+    pool = ready(Policy(entries=1))
+    (order,) = ask(pool, "a")
+    ask(pool, "b")
+    pool.handle(Withdrawn(0.0, "a"))
+    assert pool.is_wanted(order.order)
+
+
+def test_a_full_store_takes_the_longest_idle_that_keeps_layers_in_it():
+    pool = ready()
+    warmed(pool, 2)
+    (gone,) = pool.handle(Pressed(1.0))
+    assert isinstance(gone, Destroy)
+    assert kinds(pool.handle(Gone(1.0, gone.entry))) == []  # and is not made again at once
+    assert Create in kinds(pool.handle(Tick(pool.next_due_s())))
+    assert ready().handle(Pressed(0.0)) == []
+
+
+def test_what_was_evicted_is_not_built_to_be_kept_ready():
+    pool = ready()
+    warmed(pool, 2, may_build=False)
+    pool.handle(Evicted(1.0, DEPS_A[-1].key))
+    ask(pool, "a", now=1.0)
+    assert pool.handle(Bound(1.0, "a")) == []
+    pool.handle(Stored(2.0, DEPS_A[-1].key))
+    assert kinds(pool.handle(Tick(2.0))) in ([], [Create])
+
+
+def test_where_a_stage_cannot_be_added_to_a_live_sandbox_an_idle_ancestor_is_left_alone_while_there_is_room():
+    for in_place, wanted in ((True, HandOut), (False, Create)):
+        pool = ready(Policy(upgrades_in_place=in_place), stored=[REPO])
+        warmed(pool, 1, REPO)
+        assert kinds(ask(pool, "a", DEPS_A, now=1.0))[0] is wanted
+    full = ready(Policy(entries=1, upgrades_in_place=False), stored=[REPO])
+    warmed(full, 1, REPO)
+    (given,) = ask(full, "a", DEPS_A, now=1.0)
+    assert (given.kind, [stage.name for stage in given.missing]) == ("partial", ["deps"])
+
+
+def test_dead_ones_that_were_idle_before_a_ticket_came_cost_it_no_attempt():
+    pool = ready(Policy(tries=1))
+    warmed(pool, 3)
+    orders = ask(pool, "a", now=1.0)
+    for _ in range(3):
+        assert HandOut in kinds(orders)
+        orders = pool.handle(Rejected(1.0, "a", "dead"))
+    assert not [order for order in orders if isinstance(order, Refuse)]
 
 
 def test_the_first_lease_is_cold_and_the_next_one_of_the_same_sandbox_exact():
