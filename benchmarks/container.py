@@ -157,7 +157,8 @@ def census(home: Path) -> Counter[str]:
     """What this machine has of an engine's: mounts below its directory, processes that name it or hang below us, and our own descriptors."""
     found: Counter[str] = Counter()
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        found["mounts"] += str(home) in line
+        if str(home) in line:
+            found[f"mount {line.split()[4].removeprefix(str(home))}"] += 1
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and str(home).encode() in Path(f"/proc/{name}/cmdline").read_bytes():

@@ -193,7 +193,7 @@ def build_tools(root: Path) -> None:
     extensions = [str(one) for one in (where / "lib-dynload").glob("*.so")]
     libraries = set().union(*(_libraries_of(one) for one in [os.path.realpath(sys.executable), *programs, *extensions]))
     # Opened by name when a thread is ended, which no list of needed libraries says.
-    libraries |= {str(unwinder) for one in list(libraries) if (unwinder := Path(one).with_name("libgcc_s.so.1")).exists()}
+    libraries |= {str(beside) for one in list(libraries) if (beside := Path(one).with_name("libgcc_s.so.1")).exists()}
     for one in libraries:
         target = root / "usr/lib" / Path(one).name
         if not target.exists():

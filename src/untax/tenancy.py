@@ -86,8 +86,10 @@ class Tenancy(Box):
                     self._ledger.fault(f"{type(exc).__name__}: {exc}")
                 raise
             finally:
-                self._ledger.add("reset", *watch.part())
                 self._see_off("the box was reset")
+                if self._leaving and self._engine.substrate.isolation == "none":
+                    await asyncio.wait(self._leaving)  # with no boundary between them, the new one would see what is left of the old
+                self._ledger.add("reset", *watch.part())
 
     async def _replace(self) -> None:
         if isinstance(self._sandbox, Retiring):
