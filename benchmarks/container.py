@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tests.engines_fixture import Docker, Podman, _home
 from tests.images import small_directory
@@ -24,6 +24,7 @@ from tests.images import small_directory
 import untax
 from benchmarks import _measure
 from benchmarks._measure import Row
+from untax.core.substrate import Incumbent
 
 DISPATCH_MS = 1.0  # issue 7
 SHARE = 20
@@ -63,7 +64,7 @@ async def dispatch(arguments: argparse.Namespace, substrate: str, engine: str, s
     inside: list[float] = []
     incumbent: list[float] = []
     async with _measure.engine_on(substrate, engine=engine, socket=socket) as opened, opened.lease(SPEC) as box:
-        sandbox: Any = box._sandbox
+        sandbox: Any = box.sandbox
         for turn in range(arguments.count + _measure.WARM_UP):
             result = await box.run(["true"])
             held.append(result.round_trip_s - result.elapsed_s)
@@ -105,7 +106,7 @@ async def cold(arguments: argparse.Namespace, substrate: str, engine: str, socke
             box = await opened.acquire(spec)
             try:
                 if kind == "exec":
-                    await box._sandbox.run_incumbent(["true"], timeout_s=30)  # type: ignore[union-attr]
+                    await cast("Incumbent", box.sandbox).run_incumbent(["true"], timeout_s=30)
                 else:
                     (await box.run(["true"])).check()
                 samples[kind].append(time.perf_counter() - begin)
@@ -156,7 +157,8 @@ def census(home: Path) -> Counter[str]:
     """What this machine has of an engine's: mounts below its directory, processes that name it or hang below us, and our own descriptors."""
     found: Counter[str] = Counter()
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        found["mounts"] += str(home) in line
+        if str(home) in line:
+            found[f"mount {line.split()[4].removeprefix(str(home))}"] += 1
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
             if name.isdigit() and str(home).encode() in Path(f"/proc/{name}/cmdline").read_bytes():

@@ -75,6 +75,7 @@ TOOLS = [
     "nsenter", "prlimit", "ps", "su", "umount", "unshare", "xargs",
 ]  # fmt: skip
 KUBERNETES_IMAGE = "untax.local/small:1"  # the same directory, which tests/kubehost.py loads into the nodes
+_TOOLS_LAYOUT = 2
 _LAYOUT = 4  # part of the cached directory's name: raise it when what is built changes
 
 _PASSWD = """\
@@ -109,7 +110,7 @@ def small_directory() -> Path:
 
 def tools_directory() -> Path:
     """The small one with the running Python, git, curl and what hostile cases use."""
-    return _made_once(f"untax-test-tools-{os.geteuid()}-{_LAYOUT}", build_tools)
+    return _made_once(f"untax-test-tools-{os.geteuid()}-{_TOOLS_LAYOUT}", build_tools)
 
 
 def _made_once(name: str, build: Callable[[Path], None]) -> Path:
@@ -226,6 +227,8 @@ def build_tools(root: Path) -> None:
             shutil.copy2(os.path.realpath(program), target)
     extensions = [str(one) for one in (where / "lib-dynload").glob("*.so")]
     libraries = set().union(*(_libraries_of(one) for one in [os.path.realpath(sys.executable), *programs, *extensions]))
+    # Opened by name when a thread is ended, which no list of needed libraries says.
+    libraries |= {str(beside) for one in list(libraries) if (beside := Path(one).with_name("libgcc_s.so.1")).exists()}
     for one in libraries:
         target = root / "usr/lib" / Path(one).name
         if not target.exists():

@@ -19,8 +19,7 @@ from untax.channel.actions import SearchHow
 from untax.channel.arguments import Name
 from untax.channel.call import Call
 from untax.channel.client import Channel
-from untax.channel.egress import Egress, EgressAttempt
-from untax.channel.handover import Resumed
+from untax.channel.egress import EgressAttempt
 from untax.channel.link import Watch
 from untax.channel.process import Connection, Process
 from untax.channel.replies import Entry, ProcessInfo, SearchResult, TreeSize
@@ -29,7 +28,6 @@ from untax.core.errors import BackendError, NoWorker, ProtocolError, SandboxLost
 from untax.core.ledger import ActionRecord, EgressRecord, Ledger
 from untax.core.result import CommandResult
 from untax.core.root import ImageConfig
-from untax.core.stream import ByteStream
 from untax.core.substrate import Sandbox
 
 if TYPE_CHECKING:
@@ -291,10 +289,6 @@ class Box(ABC):
         """Give back what the sandbox held, and close the ledger."""
 
     @abstractmethod
-    def _lost(self, channel: Channel, lost: SandboxLost) -> None:
-        """The channel has ended by itself: the sandbox is of no more use."""
-
-    @abstractmethod
     async def _provide_worker(self, user: str | None) -> None:
         """Nobody inside acts for `user`; without a user the sandbox's own hands are gone and get replaced."""
 
@@ -351,12 +345,6 @@ class Box(ABC):
         channel = self._channel
         if channel is None:
             raise SandboxLost(self.id, self._over or "it is being reset")
-        return channel
-
-    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
-        egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
-        channel: Channel
-        channel = Channel(stream, sandbox_id=sandbox_id, egress=egress, on_lost=lambda lost: self._lost(channel, lost), resumed=resumed)
         return channel
 
     def _failed(self, name: str, start_ns: int, channel: Channel | None, exc: BaseException) -> None:

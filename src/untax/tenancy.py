@@ -86,8 +86,10 @@ class Tenancy(Box):
                     self._ledger.fault(f"{type(exc).__name__}: {exc}")
                 raise
             finally:
-                self._ledger.add("reset", *watch.part())
                 self._see_off("the box was reset")
+                if self._leaving and self._engine.substrate.isolation == "none":
+                    await asyncio.wait(self._leaving)  # with no boundary between them, the new one would see what is left of the old
+                self._ledger.add("reset", *watch.part())
 
     async def _replace(self) -> None:
         if isinstance(self._sandbox, Retiring):
@@ -200,7 +202,7 @@ class Tenancy(Box):
 
     async def take_over(self, standby: Standby, watch: Stopwatch, *, is_proven: bool) -> None:
         """Make a sandbox of the pool this lease's own. `SandboxLost` when it is dead, and then nothing of it is kept."""
-        standby.on_lost = self._standby_lost
+        standby.on_lost = self._lost
         try:
             await standby.bind(self.spec, is_proven=is_proven)
             self._check_wanted()
@@ -271,7 +273,7 @@ class Tenancy(Box):
     def _seen(self, standby: Standby) -> None:
         """A sandbox that is coming up: from now on whoever ends the lease ends it too."""
         if self._sandbox is not standby.sandbox:
-            standby.on_lost = self._standby_lost
+            standby.on_lost = self._lost
         self._adopt(standby)
         self._check_wanted()
 
@@ -305,13 +307,9 @@ class Tenancy(Box):
 
     # ---- how it ends ----
 
-    def _standby_lost(self, standby: Standby, lost: SandboxLost) -> None:
-        if standby.channel is not None:
-            self._lost(standby.channel, lost)
-
-    def _lost(self, channel: Channel, lost: SandboxLost) -> None:
+    def _lost(self, standby: Standby, lost: SandboxLost) -> None:
         """The channel has ended by itself: the sandbox is of no more use and goes at once."""
-        if channel is self._channel:
+        if standby.channel is self._channel and self._channel is not None:
             self.was_lost(lost)
 
     def was_lost(self, lost: SandboxLost) -> None:

@@ -137,6 +137,36 @@ def test_what_can_be_had_nowhere_names_the_remedy(tmp_path):
     assert not list((tmp_path / "material").rglob(".draft-*"))
 
 
+@pytest.mark.parametrize("kind", ["climbs", "links", "absolute", "broken"])
+def test_a_source_distribution_that_leads_out_is_refused(tmp_path, kind):
+    """Whoever serves the index may be anybody."""
+    import io
+    import tarfile
+
+    from untax.core.errors import StageFailed
+
+    archive = tmp_path / "downloads" / "evil-1.0.tar.gz"
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w:gz") as tar:
+        names = {
+            "climbs": "evil-1.0/../../../../out",
+            "links": "evil-1.0/link",
+            "absolute": str(tmp_path / "out"),
+            "broken": "evil-1.0/file",
+        }
+        member = tarfile.TarInfo(names[kind])
+        if kind == "links":
+            member.type, member.linkname = tarfile.SYMTYPE, str(tmp_path)
+        member.size = 0 if kind == "links" else 3
+        tar.addfile(member, io.BytesIO(b"abc"))
+    if kind == "broken":
+        archive.write_bytes(archive.read_bytes()[:60])
+    material = Material(tmp_path / "material", downloads=archive.parent)
+    with pytest.raises(StageFailed):
+        material.repository(Source(str(tmp_path / "nowhere"), "1.0", sdist="evil==1.0"))
+    assert sorted(os.listdir(tmp_path)) == ["downloads", "material"]
+
+
 def test_a_directory_of_downloads_serves_a_machine_without_an_index(state, material, tmp_path, monkeypatch):
     source = workload.load("T2").source
     material.repository(source)

@@ -139,3 +139,20 @@ async def test_files_that_are_too_large_for_a_message_name_the_remedy(served):
             await engine.acquire(files={"big": b"x" * (65 << 20)})
         async with engine.lease(files={"big": b"x" * (20 << 20)}) as box:
             assert (await box.stat("big")).size == 20 << 20
+
+
+async def test_one_pool_serves_all_clients(served, spec):
+    """What one of them warmed another hits; both ends' ledgers say so, and the status is the server's."""
+    async with untax.connect(served.url) as one, untax.connect(served.url) as two:
+        await one.warm(spec, 2)
+        async with two.lease(spec, env={"LATE": "1"}, files={"f": b"1"}) as box:
+            assert (await box.shell("echo $LATE; cat made f")).text == "1\nbuilt\n1"
+            assert box.ledger.hit.kind == "exact"
+            await box.reset()
+            assert (await box.shell("echo $LATE; cat made f")).text == "1\nbuilt\n1"
+        status = await two.pools()
+        assert (status.substrate, status.exact) == ("namespace", 1)
+        [theirs] = await two.ledgers()
+        assert theirs["hit"]["kind"] == "exact"
+        assert [name for name, _ in theirs["wanted"]] == [stage.name for stage in box.ledger.wanted]
+        await one.warm(spec, 0)

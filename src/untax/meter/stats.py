@@ -326,22 +326,3 @@ def _fraction(x: float, a: float, b: float) -> float:
 
 def _away(x: float, tiny: float) -> float:
     return x if abs(x) > tiny else tiny
-
-
-# ---- for `untax bench` as it was; goes with it ----
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """`ratio` is p50 against the p50 of the same metric's baseline; None where there is none."""
-
-    count: int
-    p50_s: float
-    p95_s: float
-    ratio: float | None
-
-
-def summarise(samples: Sequence[float], baseline: Sequence[float] = ()) -> Summary:
-    p50 = percentile(samples, 50)
-    ratio = p50 / percentile(baseline, 50) if baseline and samples else None
-    return Summary(len(samples), p50, percentile(samples, 95), ratio)

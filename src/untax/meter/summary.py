@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from untax.meter.record import Case, End, Gap, Reader, Trial
+from untax.meter.stats import percentile
 
 BELOW_RESOLUTION = 50
 """A median under so many times the cost of a span is marked: the harness would be more than 2 % of it."""
@@ -58,7 +59,7 @@ def summarise(path: Path) -> Summary:
                 row.total.append(record.total_ns / 1e9)
                 row.tax.append(sum(record.parts_ns[part] for part in _TAX) / 1e9)
                 holes.append(abs(record.parts_ns["unattributed"]) / max(0.01 * record.total_ns, 50_000))
-        return Summary(dict(sorted(rows.items(), key=_order)), gaps, reader.run.span_cost_ns, is_complete, percentile(holes, 0.95))
+        return Summary(dict(sorted(rows.items(), key=_order)), gaps, reader.run.span_cost_ns, is_complete, percentile(holes, 95))
 
 
 def lines(summary: Summary) -> list[str]:
@@ -68,13 +69,13 @@ def lines(summary: Summary) -> list[str]:
     cost_s = summary.span_cost_ns / 1e9
     is_marked = False
     for case, row in summary.rows.items():
-        total, tax = percentile(row.total, 0.5), percentile(row.tax, 0.5)
+        total, tax = percentile(row.total, 50), percentile(row.tax, 50)
         cells = []
         for samples in (row.first_command, row.total):
-            p50 = percentile(samples, 0.5)
+            p50 = percentile(samples, 50)
             mark = "*" if p50 < BELOW_RESOLUTION * cost_s else ""
             is_marked = is_marked or bool(mark)
-            cells += [_time(p50) + mark, _time(percentile(samples, 0.95))]
+            cells += [_time(p50) + mark, _time(percentile(samples, 95))]
         share = f"{tax / total:.1%}" if total else "–"
         table.append((str(case), str(len(row.total)), str(row.failed or ""), *cells, _time(tax), share))
     widths = [max(len(line[n]) for line in table) for n in range(len(head))]
@@ -95,7 +96,7 @@ def lines(summary: Summary) -> list[str]:
 
 def as_json(summary: Summary) -> dict[str, Any]:
     def numbers(samples: Sequence[float]) -> dict[str, float | None]:
-        return {f"{name}_s": _plain(percentile(samples, share)) for name, share in (("p50", 0.5), ("p95", 0.95))}
+        return {f"{name}_s": _plain(percentile(samples, share)) for name, share in (("p50", 50), ("p95", 95))}
 
     rows = [
         {
@@ -106,7 +107,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
             "fresh_episode": numbers(row.total),
             "tax": numbers(row.tax),
             "below_resolution": bool(row.first_command)
-            and min(percentile(row.first_command, 0.5), percentile(row.total, 0.5)) < BELOW_RESOLUTION * summary.span_cost_ns / 1e9,
+            and min(percentile(row.first_command, 50), percentile(row.total, 50)) < BELOW_RESOLUTION * summary.span_cost_ns / 1e9,
         }
         for case, row in summary.rows.items()
     ]
@@ -118,12 +119,6 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "complete": summary.is_complete,
         "unattributed_p95_of_allowed": _plain(summary.unattributed_p95),
     }
-
-
-def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of all do not exceed; NaN of nothing."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
 
 
 def _order(item: tuple[Case, Row]) -> tuple[Any, ...]:

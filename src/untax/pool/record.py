@@ -54,7 +54,7 @@ class PoolRecord:
         self._started_at = time.time()
         self._timer: asyncio.TimerHandle | None = None
         self._writing: asyncio.Future[None] | None = None
-        self._costs_at = time.monotonic()
+        self._costs_at: float | None = None
         self._has_failed = False
         self._status: Callable[[], PoolStatus] | None = None
         self._costs = Costs()
@@ -75,6 +75,8 @@ class PoolRecord:
         """Write what `status` gives from now on. Inside the engine's loop."""
         self._status = status
         self._loop = asyncio.get_running_loop()
+        if self._lock_fd >= 0:
+            self._due()
 
     def changed(self) -> None:
         """Something has: to be written soon. Costs a look at one attribute while that is still to come."""
@@ -119,7 +121,7 @@ class PoolRecord:
             return
         about = {"pid": os.getpid(), "started_at": self._started_at, "updated_at": time.time(), "pool": self._status().as_dict()}
         costs = None
-        if time.monotonic() - self._costs_at >= _COSTS_S:
+        if self._costs_at is None or time.monotonic() - self._costs_at >= _COSTS_S:
             self._costs_at, costs = time.monotonic(), self._costs.to_json()
         self._writing = self._loop.run_in_executor(None, self._write, json.dumps(about), costs)
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import socket
 from builtins import list as list_
 from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
 from untax.channel.client import Channel
+from untax.channel.egress import Egress
 from untax.channel.handover import Resumed
 from untax.channel.stream import SocketStream
 from untax.core import account
@@ -57,13 +57,16 @@ class RemoteBox(Box):
             self._lease_id = lease_id
             self._image = image
             self._until_ns = int(data["held_ns"]) + shift_ns + int(request.ttl_s * 1e9)
-            self._channel = self._resume(sock, resumed)
+            self._channel = self._channel_over(SocketStream(sock), resumed)
             undo.pop_all()
         left_s = max(0.0, (self._until_ns - self._clock()) / 1e9)
         self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
 
-    def _resume(self, sock: socket.socket, resumed: Resumed) -> Channel:
-        return self._channel_over(SocketStream(sock), self.id, resumed)
+    def _channel_over(self, stream: SocketStream, resumed: Resumed) -> Channel:
+        egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
+        channel: Channel
+        channel = Channel(stream, sandbox_id=self.id, egress=egress, on_lost=lambda lost: self._lost(channel, lost), resumed=resumed)
+        return channel
 
     @property
     def image(self) -> ImageConfig:
@@ -105,7 +108,7 @@ class RemoteBox(Box):
             self._ledger.sandboxes.append(str(reply.body.get("sandbox")))
             with reply.take_fd() as sock:
                 resumed = Resumed.from_data(reply.body.get("channel") or {})
-                self._channel = self._resume(sock.dup(), resumed)
+                self._channel = self._channel_over(SocketStream(sock.dup()), resumed)
         self._ledger.was_reset(str(how))
 
     async def snapshot(self, *, live: bool = False) -> RemoteSnapshot:

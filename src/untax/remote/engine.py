@@ -145,10 +145,10 @@ class RemoteEngine(Leasing):
 
     async def pools(self) -> PoolStatus:
         """What the server keeps ready, as `untax.Engine.pools` has it."""
-        status = (await self.ask("pools")).get("status")
-        if not isinstance(status, dict):
-            raise ProtocolError("the server was asked for its pools and said something else")
-        return PoolStatus.from_dict(status)
+        found = (await self.ask("pools")).get("pools")
+        if not isinstance(found, PoolStatus):
+            raise ProtocolError("a pool's status that is none")
+        return found
 
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""

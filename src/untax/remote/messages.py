@@ -12,7 +12,6 @@ import importlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from struct import Struct
-from types import ModuleType
 from typing import Any
 
 from untax.core.errors import ProtocolError, UntaxError, UsageError
@@ -45,16 +44,9 @@ def load_types() -> None:
     if _known:
         return
     for name in _MODULES:
-        if (found := _module(f"untax.{name}")) is not None:
-            own = [one for one in vars(found).values() if isinstance(one, type) and one.__module__ == found.__name__]
-            _known.update({one.__name__: one for one in own if dataclasses.is_dataclass(one)})
-
-
-def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return None
+        found = importlib.import_module(f"untax.{name}")
+        own = [one for one in vars(found).values() if isinstance(one, type) and one.__module__ == found.__name__]
+        _known.update({one.__name__: one for one in own if dataclasses.is_dataclass(one)})
 
 
 def _kind(name: str) -> type[Any] | None:

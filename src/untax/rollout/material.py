@@ -235,10 +235,28 @@ def _unpack_sdist(archive: Path, into: Path) -> None:
             members = tar.getmembers()
             if sum(member.size for member in members) > _MOST_BYTES:
                 raise StageFailed("repo", f"{archive.name} unpacks to more than {_MOST_BYTES >> 20} MiB")
-            tar.extractall(into, members, filter="data")
+            for member in members:
+                _unpack_member(tar, member, into, archive.name)
     except (tarfile.TarError, EOFError) as exc:
         archive.unlink(missing_ok=True)
         raise StageFailed("repo", f"{archive.name} cannot be read: {exc}; it was removed, try again") from exc
+
+
+def _unpack_member(tar: tarfile.TarFile, member: tarfile.TarInfo, into: Path, archive: str) -> None:
+    """Files and directories, below `into`, and nothing else. (Python 3.11's `extractall` has no filter before 3.11.4.)"""
+    parts = Path(member.name).parts
+    if not parts or ".." in parts or Path(member.name).is_absolute() or not (member.isfile() or member.isdir()):
+        raise StageFailed("repo", f"{archive}: {member.name!r} is not a file or directory of a source distribution")
+    place = into.joinpath(*parts)
+    if member.isdir():
+        place.mkdir(parents=True, exist_ok=True)
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    content = tar.extractfile(member)
+    assert content is not None
+    with place.open("xb") as file:
+        shutil.copyfileobj(content, file)
+    place.chmod(0o755 if member.mode & 0o100 else 0o644)
 
 
 def _unpack_wheels(wheels: Path, into: Path) -> None:

@@ -177,11 +177,11 @@ class Operations:
     # ---- the engine itself ----
 
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        await self._engine.warm(args.spec(), int(args.number("n")))
+        await self._engine.warm(args.spec(), args.whole("n"))
         return Outcome({})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        return Outcome({"status": self._engine.pools().as_dict()})
+        return Outcome({"pools": self._engine.pools()})
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:
@@ -228,6 +228,10 @@ class _Args:
 
     def number_or_none(self, name: str) -> float | None:
         value: float | None = self._of(name, int, float, type(None))
+        return value
+
+    def whole(self, name: str) -> int:
+        value: int = self._of(name, int)
         return value
 
     def truth(self, name: str) -> bool:

@@ -78,10 +78,10 @@ class Threaded:
         super().__init__(*args, **options)
         self.threads = concurrent.futures.ThreadPoolExecutor(_SET_UP_THREADS, "untax-setup")
 
-    def direct_over(
+    def direct(
         self, stream: SocketStream, sandbox_id: str, on_lost: Callable[[SandboxLost], None], resumed: Resumed | None = None
     ) -> Channel:
-        """The stream as the callers' own, in whatever thread they are; `on_lost` is called in the loop's."""
+        """The sandbox's socket in the callers' own threads."""
 
         def lost(exc: SandboxLost) -> None:  # in whatever thread was reading
             assert self.thread is not None
@@ -95,7 +95,7 @@ class DirectEngine(Threaded, AsyncEngine):
     def channel_over(self, stream: ByteStream, sandbox_id: str, network: Network, on_lost: Callable[[SandboxLost], None]) -> Channel:
         if network != "none" or not isinstance(stream, SocketStream):
             return super().channel_over(stream, sandbox_id, network, on_lost)
-        return self.direct_over(stream, sandbox_id, on_lost)
+        return self.direct(stream, sandbox_id, on_lost)
 
     def fixed(self, spec: EnvSpec) -> tuple[object, ...]:
         # Egress is served by the loop: a socket that was given to the callers' threads cannot serve any.
@@ -103,13 +103,11 @@ class DirectEngine(Threaded, AsyncEngine):
 
 
 class DirectRemoteBox(RemoteBox):
-    """A box whose channel is the callers' where it has no network to serve."""
-
-    def _channel_over(self, stream: ByteStream, sandbox_id: str, resumed: Resumed | None = None) -> Channel:
-        if self.spec.network != "none" or not isinstance(stream, SocketStream):
-            return super()._channel_over(stream, sandbox_id, resumed)
+    def _channel_over(self, stream: SocketStream, resumed: Resumed) -> Channel:
+        if self.spec.network != "none":
+            return super()._channel_over(stream, resumed)
         channel: Channel
-        channel = cast("DirectRemoteEngine", self._engine).direct_over(stream, sandbox_id, lambda exc: self._lost(channel, exc), resumed)
+        channel = cast("Threaded", self._engine).direct(stream, self.id, lambda lost: self._lost(channel, lost), resumed)
         return channel
 
 

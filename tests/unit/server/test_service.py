@@ -485,7 +485,7 @@ async def test_requests_that_cannot_be_are_refused_one_by_one(raw_service):
         {"op": "no_such"}, {"op": "__class__"}, {"op": "lease", "args": {"lease": 1}}, {"op": "reset", "args": {"lease": "x", "idle": True}},
         {"op": "lease", "args": {"lease": "l", "spec": "host", "files": {}, "wait_s": None, "ttl_s": 1.0, "snapshot": None}},
         {"op": "lease", "args": {"lease": "l", "spec": untax.EnvSpec(), "files": {}, "wait_s": None, "ttl_s": -1, "snapshot": None}},
-        {"op": "worker", "args": {"lease": "x", "user": 5}}, {"op": "warm", "args": {"spec": untax.EnvSpec(), "n": "os"}},
+        {"op": "worker", "args": {"lease": "x", "user": 5}}, {"op": "warm", "args": {"spec": untax.EnvSpec(), "n": "many"}},
     ]  # fmt: skip
     for number, request in enumerate(requests, 2):
         raw.send(**{"id": number, "args": {}, **request})
