@@ -16,6 +16,7 @@
 
 #include "attach.h"
 #include "dispatch.h"
+#include "held.h"
 #include "output.h"
 #include "process.h"
 #include "proxy.h"
@@ -25,7 +26,7 @@
 #define CLEAN_UP_NS 2000000000u  // for killing what is left; init does not need it
 
 static struct source children;
-static bool greeted;
+static bool greeted, is_held;
 
 // ---- frames ----
 
@@ -179,8 +180,10 @@ static bool settle(void) {
 
 bool agent_open(const struct agent_opts *opts) {
     greeted = false;
+    is_held = opts->held_name;
     return loop_init() && config_open(opts->workdir) && workers_open(opts) && watch_children() &&
-           channel_open(opts->channel_in, opts->channel_out, agent_dispatch);
+           channel_open(opts->channel_in, opts->channel_out, agent_dispatch) &&
+           (!opts->held_name || held_open(opts->held_name, opts->held_fd, opts->held_patience_s));
 }
 
 void agent_close(void) {
@@ -194,6 +197,7 @@ void agent_close(void) {
     source_close(&children);
     outputs_close();
     channel_close();
+    if (is_held) held_close();
     loop_free();
 }
 

@@ -3,6 +3,7 @@
 #define UNTAX_AGENT_H
 
 #include <stdbool.h>
+#include <stdint.h>
 
 struct birth;
 
@@ -15,6 +16,9 @@ struct agent_opts {
     struct birth *birth;          // shared with the default worker; NULL: none
     const char *workdir;          // until CONFIGURE says otherwise
     bool is_init;                 // PID 1 of a pid namespace
+    const char *held_name;        // the streams come to this abstract socket and may break; NULL: the channel is the stream
+    int held_fd;                  // then: the other end of the channel
+    uint32_t held_patience_s;     // then: how long to wait for the first or the next stream
 };
 
 // Serves until the channel ends; everything started is killed. Returns the exit status for the process.

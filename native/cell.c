@@ -5,16 +5,25 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "agent.h"
 #include "dispatch.h"
+#include "held.h"
+#include "io.h"
 #include "launch.h"
 #include "seccomp.h"
+
+#define CUT_PATIENCE_MS 30000  // for another container of the pod, which is started first
+#define HELD_PATIENCE_S 600u  // for an engine that is restarted, or cut off, to come back
 
 static int usage(FILE *to, int status) {
     fputs("cell launcher                   make sandboxes for the engine on the socket given\n"
           "cell agent --stdio [--dir DIR]  serve one channel on standard input and output\n"
+          "cell agent --held NAME [--patience SECONDS] [--cut] [--dir DIR]  the same on streams that `cell join NAME` brings\n"
+          "cell join NAME                  bring standard input and output to such an agent\n"
+          "cell cut                        take all network interfaces down but the loopback\n"
           "cell seccomp-table              print the verdict for each system call\n"
           "cell version\n",
           to);
@@ -30,24 +39,53 @@ static int move_away(int fd) {
     return moved;
 }
 
+// In a container the kernel's counters are those of its own group, seen at its root.
+static int open_counter(const char *unified, const char *legacy) {
+    int fd = open(unified, O_RDONLY | O_CLOEXEC);
+    return fd >= 0 ? fd : open(legacy, O_RDONLY | O_CLOEXEC);
+}
+
+static bool open_channel(struct agent_opts *opts) {
+    if (!opts->held_name) {
+        opts->channel_in = move_away(0);
+        opts->channel_out = move_away(1);
+        return opts->channel_in >= 0 && opts->channel_out >= 0;
+    }
+    int pair[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) < 0) return false;
+    io_roomy(pair[0]), io_roomy(pair[1]);
+    opts->channel_in = opts->channel_out = pair[0];
+    opts->held_fd = pair[1];
+    opts->memory_events_fd = open_counter("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control");
+    opts->pids_events_fd = open_counter("/sys/fs/cgroup/pids.events", "/sys/fs/cgroup/pids/pids.events");
+    return true;
+}
+
 static int agent(int argc, char **argv) {
     const char *dir = NULL;
-    bool stdio = false;
+    bool stdio = false, cut = false;
+    struct agent_opts opts = {.worker_fd = -1, .control_fd = -1, .memory_events_fd = -1, .pids_events_fd = -1, .is_init = getpid() == 1,
+                              .held_patience_s = HELD_PATIENCE_S};
     for (int i = 0; i < argc; i++) {
         if (!strcmp(argv[i], "--stdio")) stdio = true;
+        else if (!strcmp(argv[i], "--held") && i + 1 < argc) opts.held_name = argv[++i];
+        else if (!strcmp(argv[i], "--patience") && i + 1 < argc) opts.held_patience_s = (uint32_t)strtoul(argv[++i], NULL, 10);
+        else if (!strcmp(argv[i], "--cut")) cut = true;
         else if (!strcmp(argv[i], "--dir") && i + 1 < argc) dir = argv[++i];
         else return usage(stderr, 2);
     }
-    if (!stdio) return usage(stderr, 2);
+    if (stdio == !!opts.held_name) return usage(stderr, 2);
     char workdir[PATH_MAX];
     if ((dir && chdir(dir) < 0) || !getcwd(workdir, sizeof workdir)) {
         perror(dir ? dir : "cell agent: working directory");
         return 1;
     }
-    struct agent_opts opts = {.worker_fd = -1, .control_fd = -1, .memory_events_fd = -1, .pids_events_fd = -1, .workdir = workdir, .is_init = getpid() == 1};
-    opts.channel_in = move_away(0);
-    opts.channel_out = move_away(1);
-    if (opts.channel_in < 0 || opts.channel_out < 0) {
+    opts.workdir = workdir;
+    if (cut && !wait_cut(CUT_PATIENCE_MS)) {
+        fputs("cell agent: the sandbox still has a network, and nobody took it down\n", stderr);
+        return 3;
+    }
+    if (!open_channel(&opts)) {
         perror("cell agent: standard input and output");
         return 1;
     }
@@ -57,6 +95,8 @@ static int agent(int argc, char **argv) {
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
+    if (!strcmp(what, "join") && argc == 3) return join_main(argv[2]);
+    if (!strcmp(what, "cut") && argc == 2) return cut_main();
     if (!strcmp(what, "launcher")) return launcher_main(argc, argv);
     if (!strcmp(what, "seccomp-table")) return seccomp_table_main();
     if (!strcmp(what, "version")) {

@@ -64,7 +64,7 @@ _NO_IMAGE = ImageConfig()
 
 def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = _NO_IMAGE) -> dict[str, str]:
     """The variables that commands start with: what the base, the sandbox, the image and the policy say, and the spec over them."""
-    env = {**BASE_ENV, "PATH": facts.path, "HOME": facts.home, "USER": facts.user, "SHELL": facts.shell, **image.env}
+    env = {**BASE_ENV, "PATH": facts.path, "HOME": facts.home, "USER": facts.user, "SHELL": facts.shell, **facts.env, **image.env}
     if spec.network != "none":
         proxy = f"http://127.0.0.1:{facts.proxy_port}"
         for name in ("http_proxy", "https_proxy"):

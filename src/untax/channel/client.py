@@ -261,7 +261,10 @@ class Channel:
             self._resuming = self._loop.create_task(self._resume())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lose("the connection was reset" if exc is not None else "the cell hung up", exc)
+        if isinstance(exc, SandboxLost):
+            self._lose(exc.message, exc)  # who carries the stream knows more
+        else:
+            self._lose("the connection was reset" if exc is not None else "the cell hung up", exc)
 
     async def _resume(self) -> None:
         try:

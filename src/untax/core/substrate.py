@@ -7,8 +7,8 @@ same boundary by the same clock. What only some substrates can do is a small pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -75,6 +75,8 @@ class Facts:
     shell: str = "/bin/bash"
     proxy_port: int = 3128
     """Where the cell's proxy listens on the sandbox's loopback, when it has a network."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What the image sets, where only the sandbox itself can say so."""
 
 
 @runtime_checkable
@@ -196,3 +198,12 @@ class Incumbent(Protocol):
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
         """Run `argv` without a shell. Raise `SandboxLost` only when the sandbox itself is gone."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A sandbox that knows what part of its `create` and `ready` went into a control plane, and not into the sandbox itself."""
+
+    @property
+    def control_plane_ns(self) -> int:
+        """Final once it is ready: requests, scheduling, and hearing of it. Part of the spans around the calls, not beside them."""

@@ -1,0 +1,122 @@
+"""A real Kubernetes for the tests: the one that KUBECONFIG names, or one brought up for the run by the shared `k8s/up` (root only).
+
+Images are made here and loaded into the nodes; nothing is pulled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+
+from tests.images import small_directory
+
+SMALL = "untax.local/small:1"
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def tools() -> Path | None:
+    """Where `up`, `load` and `down` are: UNTAX_SHARED, or a folder `shared` beside the repository."""
+    for base in (os.environ.get("UNTAX_SHARED"), _REPOSITORY.parent / "shared"):
+        if base and (Path(base) / "k8s" / "up").exists():
+            return Path(base) / "k8s"
+    return None
+
+
+def state_dir() -> Path:
+    return Path(os.environ.get("UNTAX_K8S_DIR", "/var/tmp/untax-k8s"))
+
+
+def missing_reason() -> str | None:
+    if os.environ.get("KUBECONFIG"):
+        return None
+    if tools() is None:
+        return "kubernetes: no KUBECONFIG, and no shared/k8s to bring a cluster up with"
+    if os.geteuid() != 0:
+        return "kubernetes: bringing a cluster up needs root; set KUBECONFIG"
+    return None
+
+
+class Cluster:
+    """Up between `start` and `stop`; one that was up already stays so."""
+
+    def __init__(self) -> None:
+        self.kubeconfig: str | None = os.environ.get("KUBECONFIG")
+        self._is_ours = False
+
+    def start(self, nodes: int = 1) -> None:
+        if self.kubeconfig is None:
+            place = tools()
+            assert place is not None
+            self._is_ours = not (state_dir() / "pid" / "kube-apiserver").exists()
+            said = subprocess.run([place / "up", "--nodes", str(nodes)], capture_output=True, text=True, timeout=150)
+            if said.returncode != 0:
+                raise RuntimeError(f"no cluster: {said.stderr.strip()}")
+            self.kubeconfig = said.stdout.strip().splitlines()[-1]
+        load(docker_archive(small_directory(), SMALL))
+
+    def stop(self) -> None:
+        if self._is_ours:
+            place = tools()
+            assert place is not None
+            subprocess.run([place / "down", "--keep"], capture_output=True, timeout=150)
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
+        program = state_dir() / "bin" / "kubectl"
+        argv = [str(program) if program.exists() else "kubectl", "--kubeconfig", str(self.kubeconfig), *arguments]
+        said = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=60)
+        if check and said.returncode != 0:
+            raise RuntimeError(f"kubectl {' '.join(arguments)}: {said.stderr}")
+        return said.stdout
+
+    def apply(self, *objects: dict) -> None:
+        self.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)}))
+
+    def pid(self, name: str) -> int:
+        """Of `kubelet-1`, `kube-apiserver`, …, to stop or end it by."""
+        return int((state_dir() / "pid" / name).read_text())
+
+
+def load(archive: Path) -> None:
+    place = tools()
+    if place is not None and (state_dir() / "kubeconfig").exists():
+        subprocess.run([place / "load", archive], check=True, capture_output=True, timeout=120)
+
+
+def docker_archive(root: Path, name: str, *, architecture: str = "amd64", config: dict | None = None) -> Path:
+    """A directory as an image of one layer, in the form that `docker save` writes; made once for each content and name."""
+    target = Path(tempfile.gettempdir()) / f"untax-test-archive-{os.geteuid()}-{hashlib.sha256(f'{root}{name}{architecture}{config}'.encode()).hexdigest()[:12]}.tar"
+    if target.exists():
+        return target
+    layer = io.BytesIO()
+    with tarfile.open(fileobj=layer, mode="w") as tar:
+        tar.add(root, arcname=".", filter=_as_root)
+    data = layer.getvalue()
+    about = json.dumps(
+        {
+            "architecture": architecture,
+            "os": "linux",
+            "config": config or {},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(data).hexdigest()}"]},
+        }
+    ).encode()
+    manifest = json.dumps([{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]).encode()
+    making = target.with_suffix(f".{os.getpid()}")
+    with tarfile.open(making, "w") as tar:
+        for member, content in (("config.json", about), ("layer.tar", data), ("manifest.json", manifest)):
+            info = tarfile.TarInfo(member)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    making.rename(target)
+    return target
+
+
+def _as_root(info: tarfile.TarInfo) -> tarfile.TarInfo:
+    info.uid = info.gid = 0
+    info.uname = info.gname = "root"
+    return info
