@@ -63,6 +63,7 @@ PROGRAMS = [
     "wc",
     "yes",
 ]
+KUBERNETES_IMAGE = "untax.local/small:1"  # the same directory, which tests/kubehost.py loads into the nodes
 _LAYOUT = 4  # part of the cached directory's name: raise it when what is built changes
 
 _PASSWD = """\
@@ -76,6 +77,8 @@ _GROUP = "root:x:0:\nuser:x:1000:\nother:x:1001:\nnogroup:x:65534:\n"
 
 def small_image(substrate: str) -> str:
     """The image for conformance checks: the same few megabytes on every substrate that has a root of its own."""
+    if substrate == "kubernetes":
+        return KUBERNETES_IMAGE
     return "host" if substrate == "process" else f"dir:{small_directory()}"
 
 
@@ -99,7 +102,31 @@ def small_directory() -> Path:
     return ready
 
 
-def build(root: Path) -> None:
+def tools_directory() -> Path:
+    """The small directory and git, curl and the distribution's Python with pip: for those who have no image `host`."""
+    ready = Path(tempfile.gettempdir()) / f"untax-test-tools-{os.geteuid()}-{_LAYOUT}"
+    if ready.exists():
+        if ready.lstat().st_uid != os.geteuid() or not stat.S_ISDIR(ready.lstat().st_mode):
+            raise RuntimeError(f"{ready} is not ours")
+        return ready
+    making = Path(tempfile.mkdtemp(prefix="untax-test-tools-making-"))
+    making.chmod(0o755)
+    build(making, extra=("curl", "git", "python3"))
+    for tree in ("usr/lib/git-core", f"usr/lib/{Path(os.path.realpath('/usr/bin/python3')).name}", "usr/lib/python3/dist-packages/pip"):
+        ignore = shutil.ignore_patterns("test", "tests", "idlelib", "config-*", "__pycache__", "sitecustomize.py")
+        shutil.copytree(Path("/") / tree, making / tree, symlinks=True, ignore=ignore)
+    loaded = [*(making / "usr/lib").glob("python3*/lib-dynload/*.so"), making / "usr/lib/git-core/git-remote-https"]
+    _copy_libraries(making, set().union(*(_libraries_of(str(one)) for one in loaded)))
+    try:
+        making.rename(ready)
+    except OSError:
+        shutil.rmtree(making, ignore_errors=True)
+        if not ready.exists():
+            raise
+    return ready
+
+
+def build(root: Path, extra: tuple[str, ...] = ()) -> None:
     for name in ("usr/bin", "usr/lib", "etc", "root", "home/user", "home/other", "tmp", "var/tmp", "proc", "dev", "run", "workspace"):
         (root / name).mkdir(parents=True)
     for name in ("bin", "lib", "lib64", "sbin"):
@@ -109,13 +136,17 @@ def build(root: Path) -> None:
     (root / "etc/group").write_text(_GROUP)
     (root / "etc/hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
     libraries: set[str] = set()
-    for name in PROGRAMS:
+    for name in (*PROGRAMS, *extra):
         found = shutil.which(name, path="/usr/bin:/bin")
         if found is None:
             raise RuntimeError(f"the test image needs the program {name}")
         shutil.copy2(os.path.realpath(found), root / "usr/bin" / name)
         (root / "usr/bin" / name).chmod(0o755)
         libraries |= _libraries_of(found)
+    _copy_libraries(root, libraries)
+
+
+def _copy_libraries(root: Path, libraries: set[str]) -> None:
     for library in libraries:
         target = root / "usr/lib" / Path(library).name
         shutil.copy2(os.path.realpath(library), target)

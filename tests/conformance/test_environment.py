@@ -94,9 +94,12 @@ async def test_commands_are_not_run_as_the_super_user_unless_asked(box, isolated
     assert result.text.strip() != "0"
 
 
-async def test_a_command_may_run_as_another_user_of_the_image(box, isolated):
+async def test_a_command_may_run_as_another_user_of_the_image(engine, box, isolated):
     try:
         result = await box.run(["id", "-un"], user="other")
+    except untax.Gone as exc:
+        assert "not root" in str(exc)
+        pytest.skip(f"the substrate {engine.test_substrate!r} has no users but one, unless its pod is root's: {exc}")
     except untax.UsageError as exc:
         pytest.skip(f"this host gives a sandbox one user only: {exc}")
 

@@ -4,15 +4,15 @@ import dataclasses
 import shutil
 
 import pytest
-from tests import servers
+from tests import kubehost, servers
 
 from untax import substrates
 
 
 @pytest.fixture
-def spec(spec):
+def spec(engine, spec):
     """These need git, curl and Python inside."""
-    return dataclasses.replace(spec, image="host")
+    return dataclasses.replace(spec, image=kubehost.tools_image() if engine.test_substrate == "kubernetes" else "host")
 
 
 async def test_pip_install_works_through_the_proxy(engine, spec, tmp_path):

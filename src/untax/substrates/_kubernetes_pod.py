@@ -57,8 +57,8 @@ def image_of(spec: EnvSpec) -> str:
         raise UsageError(
             "image 'host': a node of the cluster does not have this machine's files; name an image of a registry, for example EnvSpec(image='registry:host/name:tag')"
         )
-    if image.partition(":")[0] in _SCHEMES and not re.fullmatch(r"[a-z0-9.-]+:[A-Za-z0-9_.-]+", image):
-        raise UsageError(f"image {spec.image!r} is on this machine; nodes pull from a registry: push it there (untax image push), then name it so")
+    if image == spec.image and image.partition(":")[0] in _SCHEMES and ":" in image:
+        raise UsageError(f"image {spec.image[:80]!r} is made on this machine, and nodes pull from a registry: push it there and write 'registry:host/name:tag'")
     if not _REFERENCE.fullmatch(image) or "://" in image:
         raise UsageError(f"image {spec.image[:80]!r} is not the name of an image in a registry: [host/]name[:tag] or name@sha256:…")
     return image
