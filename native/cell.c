@@ -13,7 +13,9 @@
 #include "held.h"
 #include "io.h"
 #include "launch.h"
+#include "output.h"
 #include "seccomp.h"
+#include "spawn.h"
 
 #define CUT_PATIENCE_MS 30000  // for another container of the pod, which is started first
 #define HELD_PATIENCE_S 600u  // for an engine that is restarted, or cut off, to come back
@@ -81,6 +83,7 @@ static int agent(int argc, char **argv) {
         return 1;
     }
     opts.workdir = workdir;
+    if ((opts.is_init || opts.held_name) && !spawn_find_way()) outputs_distrust_nowait();
     if (cut && !wait_cut(CUT_PATIENCE_MS)) {
         fputs("cell agent: the sandbox still has a network, and nobody took it down\n", stderr);
         return 3;

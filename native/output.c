@@ -86,8 +86,10 @@ static uint8_t scratch[READ_AT_ONCE];
 
 // Reads up to `most` without waiting, also what was said to be readable: where the workload shares our user id it can open its pipe for reading
 // too, and take what we were told of. RWF_NOWAIT spares a call for each command; kernels before 6.4 refuse it on pipes.
+static bool unsupported;
+void outputs_distrust_nowait(void) { unsupported = true; }
+
 static ssize_t read_now(int fd, size_t most) {
-    static bool unsupported;
     ssize_t n;
     if (!unsupported) {
         struct iovec iov = {scratch, most};

@@ -59,4 +59,7 @@ void outputs_close(void);  // with the agent
 
 void out_frame(struct request *r, uint8_t stream, const void *data, size_t size);
 
+// gVisor takes RWF_NOWAIT and waits all the same; nothing tells but its other ways.
+void outputs_distrust_nowait(void);
+
 #endif

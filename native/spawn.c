@@ -12,6 +12,7 @@
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <termios.h>
 #include <unistd.h>
 
@@ -28,8 +29,13 @@ static struct {
     int pts, null;
     volatile int error;
     volatile enum spawn_step step;
+    volatile pid_t pid;
     char path[PATH_MAX + 2];
 } shared = {.null = -1};
+
+// Set where CLONE_PARENT is without effect, as under gVisor: then a process in between starts the program and goes, and the
+// program falls to the agent, which is everybody's reaper.
+static bool by_orphaning;
 
 static int failed(enum spawn_step step, int error) {
     shared.step = step;
@@ -90,7 +96,7 @@ static int child(void *unused) {
     if (next < 0) failed(STEP_SETUP, errno), _exit(127);
     if (chdir(s->cwd) < 0) failed(STEP_CHDIR, errno), _exit(127);
     syscall(SYS_close_range, next, ~0u, 0);  // all of ours are close-on-exec besides; an old kernel loses nothing
-    if (s->options & EXEC_DIE_WITH_PARENT) prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (s->options & EXEC_DIE_WITH_PARENT && !by_orphaning) prctl(PR_SET_PDEATHSIG, SIGKILL);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
@@ -119,6 +125,56 @@ static int open_pty(const struct spawn *s, int *master) {
     return -1;
 }
 
+static char *new_stack(void) {
+    char *stack = mmap(NULL, CHILD_STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+    return stack == MAP_FAILED ? NULL : stack;
+}
+
+struct between {
+    char *stack;
+    struct birth *birth;
+};
+
+static int between(void *given) {
+    struct between *b = given;
+    shared.pid = clone(child, b->stack + CHILD_STACK, CLONE_VM | CLONE_VFORK | CLONE_PARENT_SETTID | SIGCHLD, NULL, &b->birth->pid);
+    if (shared.pid < 0) shared.error = errno;
+    _exit(0);
+}
+
+static pid_t clone_child(char *stack, struct birth *birth) {
+    if (!by_orphaning) return clone(child, stack + CHILD_STACK, CLONE_VM | CLONE_VFORK | CLONE_PARENT | CLONE_PARENT_SETTID | SIGCHLD, NULL, &birth->pid);
+    static char *stack_between;
+    if (!stack_between && !(stack_between = new_stack())) return -1;
+    struct between b = {stack, birth};
+    pid_t pid = clone(between, stack_between + CHILD_STACK, CLONE_VM | CLONE_VFORK | SIGCHLD, &b);
+    if (pid < 0) return -1;
+    while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) continue;
+    if (shared.pid < 0) errno = shared.error;
+    return shared.pid;
+}
+
+static int tell_parent(void *seen) {
+    *(pid_t *)seen = getppid();
+    _exit(0);
+}
+
+bool spawn_find_way(void) {
+    char *stack = new_stack();
+    pid_t us = getpid(), helper = stack ? fork() : -1;
+    if (helper == 0) {
+        pid_t seen = us;
+        clone(tell_parent, stack + CHILD_STACK, CLONE_VM | CLONE_VFORK | CLONE_PARENT | SIGCHLD, &seen);
+        _exit(seen != us);
+    }
+    int status = 0;
+    while (helper > 0 && waitpid(helper, &status, 0) < 0 && errno == EINTR) continue;
+    by_orphaning = helper > 0 && WIFEXITED(status) && WEXITSTATUS(status);
+    while (waitpid(-1, NULL, WNOHANG) > 0) continue;
+    if (stack) munmap(stack, CHILD_STACK);
+    return !by_orphaning;
+}
+
 struct spawned spawn_run(const struct spawn *s) {
     static char *stack;
     struct spawned r = {.pty = -1};
@@ -126,10 +182,7 @@ struct spawned spawn_run(const struct spawn *s) {
     shared.error = 0;
     shared.step = STEP_NONE;
     shared.pts = -1;
-    if (!stack) {
-        stack = mmap(NULL, CHILD_STACK, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
-        if (stack == MAP_FAILED) stack = NULL;
-    }
+    if (!stack) stack = new_stack();
     if (shared.null < 0) shared.null = open("/dev/null", O_RDWR | O_CLOEXEC);
     if (!stack || shared.null < 0) {
         r.error = errno, r.step = STEP_SETUP;
@@ -143,7 +196,7 @@ struct spawned spawn_run(const struct spawn *s) {
     // All signals are blocked in the worker, and stay so in the child until it is ready for them.
     struct birth unread, *birth = s->birth ? s->birth : &unread;
     *birth = (struct birth){.call = s->call, .start_ns = r.start_ns};
-    r.pid = clone(child, stack + CHILD_STACK, CLONE_VM | CLONE_VFORK | CLONE_PARENT | CLONE_PARENT_SETTID | SIGCHLD, NULL, &birth->pid);
+    r.pid = clone_child(stack, birth);
     if (r.pid < 0) r.error = errno, r.step = STEP_CLONE, r.pid = 0;
     else r.error = shared.error, r.step = shared.step;
     if (r.step) birth->call = 0;

@@ -35,6 +35,8 @@ struct spawned {
 
 // The program is a child of the caller's parent (CLONE_PARENT), leader of its own session.
 struct spawned spawn_run(const struct spawn *s);
+// Finds out whether this kernel does that; false: it does not (gVisor), and another way is taken. Before any other child.
+bool spawn_find_way(void);
 
 // Sends `signal` to the process `root` and, with `tree`, to its session, its group and all its descendants; `spare_root`
 // leaves out the process itself. SIGKILL is repeated until nothing is found. Returns how many processes were signalled.

@@ -53,13 +53,15 @@ class Cluster:
 
     def __init__(self) -> None:
         self.kubeconfig: str | None = os.environ.get("KUBECONFIG")
+        self._is_given = self.kubeconfig is not None
         self._is_ours = False
 
     def start(self, nodes: int = 1) -> None:
-        if self.kubeconfig is None:
+        """Also starts again what was ended of it."""
+        if not self._is_given:
             place = tools()
             assert place is not None
-            self._is_ours = not (state_dir() / "pid" / "kube-apiserver").exists()
+            self._is_ours = self._is_ours or not (state_dir() / "pid" / "kube-apiserver").exists()
             said = subprocess.run([place / "up", "--nodes", str(nodes)], capture_output=True, text=True, timeout=150)
             if said.returncode != 0:
                 raise RuntimeError(f"no cluster: {said.stderr.strip()}")

@@ -91,8 +91,9 @@ class Connection:
 class Api:
     """Requests to one API server. `close` drops the connections."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, *, timeout_s: float = REQUEST_S) -> None:
         self.access = access
+        self._timeout_s = timeout_s
         self._idle: list[Connection] = []
         self._closed = False
 
@@ -102,7 +103,7 @@ class Api:
             self._idle.pop().close()
 
     async def request(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = REQUEST_S, patch: bool = False
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None, patch: bool = False
     ) -> dict[str, Any]:
         """The answer as JSON. `ApiError` when the server says no, `BackendError` when it says nothing by the deadline.
 
@@ -110,6 +111,7 @@ class Api:
         connection that broke under a GET or DELETE; a broken POST is the caller's to look after.
         """
         data = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
+        timeout_s = timeout_s or self._timeout_s
         kind = "application/merge-patch+json" if patch else "application/json"
         try:
             async with asyncio.timeout(timeout_s):
@@ -180,7 +182,7 @@ class Api:
         """Events as they come, until the server ends the watch. `ApiError`, or `OSError` when the connection breaks or is silent."""
         connection = await self._take(anew=False)
         try:
-            async with asyncio.timeout(REQUEST_S):
+            async with asyncio.timeout(self._timeout_s):
                 status, headers = await self._sent(connection, "GET", path, b"", "application/json")
             if status >= 400:
                 body = b"".join([piece async for piece in _bounded(connection.pieces(headers))])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from untax.channel.held import Carrier, HeldStream
@@ -36,11 +37,20 @@ _MACHINES = {"amd64": 62, "arm64": 183}  # ELF's e_machine
 _NOT_THE_IMAGE_S = ("KUBERNETES_", "HOSTNAME", "HOME", "PATH", "TERM", "SHLVL", "PWD", "_")
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long what may never come is waited for."""
+
+    ready_s: float
+    request_s: float
+    reopen_s: float
+
+
 class PodSandbox:
     """Made by `KubernetesSubstrate.create`, which tells it what its watch sees (`see`, `gone`)."""
 
     def __init__(
-        self, api: Api, namespace: str, name: str, *, architecture: str, ready_timeout_s: float, unenforced: Sequence[Unenforced], forget: Callable[[str], None]
+        self, api: Api, namespace: str, name: str, *, architecture: str, patience: Patience, unenforced: Sequence[Unenforced], forget: Callable[[str], None]
     ) -> None:
         self.id = name
         self.unenforced = tuple(unenforced)
@@ -48,7 +58,7 @@ class PodSandbox:
         self._api = api
         self._namespace = namespace
         self._architecture = architecture
-        self._ready_timeout_s = ready_timeout_s
+        self._patience = patience
         self._forget = forget
         self._uid: str | None = None
         self._condition = Condition("waiting")
@@ -110,7 +120,7 @@ class PodSandbox:
 
     async def _wait_state(self, is_enough: Callable[[], bool]) -> None:
         try:
-            async with asyncio.timeout(self._ready_timeout_s):
+            async with asyncio.timeout(self._patience.ready_s):
                 while self._condition.state == "waiting" and not is_enough():
                     self._changed.clear()
                     await self._changed.wait()
@@ -123,13 +133,13 @@ class PodSandbox:
 
     def _why_not_ready(self) -> str:
         said = self._condition.reason or next(reversed(self.timeline.warnings), "")
-        what = f"the pod was not up within ready_timeout_s={self._ready_timeout_s:g}"
+        what = f"the pod was not up within ready_timeout_s={self._patience.ready_s:g}"
         if self._condition.reason:
             return f"{what}: the scheduler says: {said}; ask for less, free nodes, or allow more time"
         return f"{what}: {said or 'no word from its node'}; allow more time, or look at `kubectl describe pod {self.id}`"
 
     async def open_channel(self) -> HeldStream:
-        stream = HeldStream(self.id, self._connect, patience_s=REOPEN_S)
+        stream = HeldStream(self.id, self._connect, patience_s=self._patience.reopen_s)
         try:
             await stream.open()
         except BackendError:
@@ -137,7 +147,7 @@ class PodSandbox:
                 raise
             # An event said too much, or the container has just ended: the pod's own status has the last word.
             await self._wait_state(lambda: False)
-            stream = HeldStream(self.id, self._connect, patience_s=REOPEN_S)
+            stream = HeldStream(self.id, self._connect, patience_s=self._patience.reopen_s)
             await stream.open()
         assert stream.within is not None
         wanted = _MACHINES.get(self._architecture)

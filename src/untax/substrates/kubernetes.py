@@ -25,10 +25,10 @@ from untax.core.spec import ISOLATION_LEVELS, EnvSpec, require_duration, require
 from untax.core.substrate import Unenforced
 from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, sweep
 from untax.substrates._kubernetes_access import Access, find_access, missing_reason
-from untax.substrates._kubernetes_api import Api, ApiError, path_of
+from untax.substrates._kubernetes_api import REQUEST_S, Api, ApiError, path_of
 from untax.substrates._kubernetes_owner import Estate, cell_too_large_reason, explained, read_note, write_note
 from untax.substrates._kubernetes_pod import OWNER_LABEL, Wishes, checked_template, image_of, manifest
-from untax.substrates._kubernetes_sandbox import PodSandbox
+from untax.substrates._kubernetes_sandbox import REOPEN_S, Patience, PodSandbox
 from untax.substrates._kubernetes_watch import Watch
 
 log = logging.getLogger("untax.kubernetes")
@@ -54,6 +54,8 @@ def make(
     request_memory_mib: int = 64,
     lifetime_s: float = 86_400,
     ready_timeout_s: float = 120.0,
+    request_timeout_s: float = REQUEST_S,
+    reopen_s: float = REOPEN_S,
     cut_network: bool | None = None,
     node_pids_limit: int | None = None,
     template: Mapping[str, Any] | None = None,
@@ -86,7 +88,11 @@ def make(
         (kubeconfig, context, namespace),
         wishes,
         isolation,
-        ready_timeout_s=require_duration("ready_timeout_s", ready_timeout_s),
+        Patience(
+            ready_s=require_duration("ready_timeout_s", ready_timeout_s),
+            request_s=require_duration("request_timeout_s", request_timeout_s),
+            reopen_s=require_duration("reopen_s", reopen_s),
+        ),
         must_cut=cut_network is True,
         node_pids_limit=node_pids_limit,
     )
@@ -102,8 +108,8 @@ class KubernetesSubstrate:
         where: tuple[str | None, str | None, str | None],
         wishes: Wishes,
         isolation: str,
+        patience: Patience,
         *,
-        ready_timeout_s: float,
         must_cut: bool,
         node_pids_limit: int | None,
     ) -> None:
@@ -111,7 +117,7 @@ class KubernetesSubstrate:
         self._root = state_dir / "kubernetes"
         self._where = where
         self._wishes = wishes
-        self._ready_timeout_s = ready_timeout_s
+        self._patience = patience
         self._must_cut = must_cut
         self._node_pids_limit = node_pids_limit
         self._holding: Holding | None = None
@@ -173,7 +179,7 @@ class KubernetesSubstrate:
         self._wishes = _with(self._wishes, namespace=access.namespace)
         ensure_private_dir(self._root.parent)
         self._holding = Holding.take(self._root)
-        self._api = api = Api(access)
+        self._api = api = Api(access, timeout_s=self._patience.request_s)
         owner = _owner_name(self._holding.path)
         self._estate = Estate(api, access.namespace, owner)
         write_note(self._holding.path, access.server, access.namespace, owner)
@@ -296,7 +302,7 @@ class KubernetesSubstrate:
             self._wishes.namespace,
             name,
             architecture=self._wishes.architecture,
-            ready_timeout_s=self._ready_timeout_s,
+            patience=self._patience,
             unenforced=self._unenforced(spec),
             forget=self._forget,
         )
