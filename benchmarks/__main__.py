@@ -24,6 +24,7 @@ PROGRAMS = (
     "crash",
     "cycles",
     "fleet",
+    "kubernetes",
 )
 QUICK = {
     "cold_create": 50,
@@ -39,6 +40,7 @@ QUICK = {
     "crash": 1,
     "cycles": 200,
     "fleet": 2000,
+    "kubernetes": 60,
 }
 
 

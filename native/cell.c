@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -47,12 +48,28 @@ static int open_counter(const char *unified, const char *legacy) {
     return fd >= 0 ? fd : open(legacy, O_RDONLY | O_CLOEXEC);
 }
 
+// As in a sandbox of the launcher (THREATS 6.1), as far as the runtime left more than that.
+static void lower_limits(void) {
+    static const struct {
+        int what;
+        rlim_t most;
+    } limits[] = {{RLIMIT_CORE, 0}, {RLIMIT_NOFILE, 4096}, {RLIMIT_MEMLOCK, 64 << 10}, {RLIMIT_MSGQUEUE, 800 << 10}, {RLIMIT_RTPRIO, 0}};
+    for (size_t i = 0; i < sizeof limits / sizeof *limits; i++) {
+        struct rlimit have;
+        if (getrlimit(limits[i].what, &have) < 0) continue;
+        if (have.rlim_max > limits[i].most) have.rlim_max = limits[i].most;
+        if (have.rlim_cur > have.rlim_max) have.rlim_cur = have.rlim_max;
+        setrlimit(limits[i].what, &have);
+    }
+}
+
 static bool open_channel(struct agent_opts *opts) {
     if (!opts->held_name) {
         opts->channel_in = move_away(0);
         opts->channel_out = move_away(1);
         return opts->channel_in >= 0 && opts->channel_out >= 0;
     }
+    lower_limits();
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) < 0) return false;
     io_roomy(pair[0]), io_roomy(pair[1]);

@@ -106,11 +106,13 @@ async def test_a_failing_command_leaves_a_trusted_ledger(engine, spec):
     assert box.ledger.verdict == "trusted"
 
 
-async def test_a_paused_box_stands_still_and_goes_on(box, isolated):
+async def test_a_paused_box_stands_still_and_goes_on(engine, box, isolated):
     """Nothing inside runs between the two calls."""
     try:
         await box.shell("(while :; do echo x >>beats; sleep 0.01; done) >/dev/null 2>&1 &")
         await box.pause()
+    except untax.UsageError as exc:
+        pytest.skip(f"the substrate {engine.test_substrate!r} has no way to pause a sandbox: {exc}")
     except untax.UntaxError as exc:
         pytest.skip(f"this host cannot freeze a sandbox: {exc}")
     await box.resume()

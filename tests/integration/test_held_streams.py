@@ -68,7 +68,9 @@ class Held:
         if self.is_barred:
             raise BackendError("", "no way there")
         loop = asyncio.get_running_loop()
-        _, carrier = await loop.subprocess_exec(lambda: JoinCarrier(on_data, on_lost), cell_path(), "join", self.name, stderr=asyncio.subprocess.DEVNULL)
+        _, carrier = await loop.subprocess_exec(
+            lambda: JoinCarrier(on_data, on_lost), cell_path(), "join", self.name, stderr=asyncio.subprocess.DEVNULL
+        )
         self.carriers.append(carrier)
         return carrier
 
@@ -78,7 +80,9 @@ async def held(tmp_path):
     if reason := cell_missing_reason():
         pytest.skip(f"cell: {reason}")
     name = f"untax-test-{secrets.token_hex(6)}"
-    agent = await asyncio.create_subprocess_exec(cell_path(), "agent", "--held", name, "--patience", "20", "--dir", str(tmp_path), env={"MARK": "image"})
+    agent = await asyncio.create_subprocess_exec(
+        cell_path(), "agent", "--held", name, "--patience", "20", "--dir", str(tmp_path), env={"MARK": "image"}
+    )
     held = Held(name)
     yield held
     agent.terminate()
@@ -162,7 +166,9 @@ async def test_another_s_token_gets_no_stream(held, stream, channel):
 
 async def test_nonsense_on_a_joined_stream_harms_nobody(held, channel):
     for garbage in (b"x" * 32, b"\0" * 5000, b"utxheld1" + b"\0" * 24):
-        join = await asyncio.create_subprocess_exec(cell_path(), "join", held.name, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL)
+        join = await asyncio.create_subprocess_exec(
+            cell_path(), "join", held.name, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+        )
         join.stdin.write(garbage)
         assert await asyncio.wait_for(join.wait(), 10) == 0  # let go of at once
 
@@ -170,7 +176,12 @@ async def test_nonsense_on_a_joined_stream_harms_nobody(held, channel):
 
 
 async def test_silent_guests_do_not_keep_the_host_out(held, stream, channel):
-    guests = [await asyncio.create_subprocess_exec(cell_path(), "join", held.name, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL) for _ in range(8)]
+    guests = [
+        await asyncio.create_subprocess_exec(
+            cell_path(), "join", held.name, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+        )
+        for _ in range(8)
+    ]
     await asyncio.sleep(0.2)
     held.carriers[-1].end()
     assert (await channel.call(run(["true"], timeout_s=10))).exit_code == 0

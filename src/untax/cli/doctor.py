@@ -49,7 +49,9 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     substrate = substrates.load(name)
     reason = substrate.unavailable_reason()
     evidence = list(substrate.evidence()) if isinstance(substrate, Diagnosing) else []
-    if reason is None:
+    if reason is None and not getattr(substrate, "has_host_image", True):
+        evidence.append("not tried: it has no image of its own to try with; name one: Engine(…).lease(EnvSpec(image=…))")
+    elif reason is None:
         try:
             evidence += asyncio.run(_tried(name, state_dir))
         except UntaxError as exc:

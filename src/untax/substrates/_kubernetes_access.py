@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import datetime
+import datetime as dt
 import json
 import os
 import ssl
@@ -78,7 +78,9 @@ class Access:
     def context(self) -> ssl.SSLContext | None:
         """For a new connection; None without TLS. `headers` comes first: a plugin may bring the certificate."""
         if self.tls and self._context is None:
-            self._context = self._new_context(_bytes_of(self.user, "client-certificate", self.base), _bytes_of(self.user, "client-key", self.base))
+            self._context = self._new_context(
+                _bytes_of(self.user, "client-certificate", self.base), _bytes_of(self.user, "client-key", self.base)
+            )
         return self._context
 
     async def _read(self) -> None:
@@ -101,7 +103,10 @@ class Access:
         version = str(plugin.get("apiVersion", "client.authentication.k8s.io/v1"))
         info: dict[str, Any] = {"apiVersion": version, "kind": "ExecCredential", "spec": {"interactive": False}}
         if plugin.get("provideClusterInfo"):
-            info["spec"]["cluster"] = {"server": self.server, **{k: v for k, v in self.authority.items() if k.startswith(("cert", "tls", "insec"))}}
+            info["spec"]["cluster"] = {
+                "server": self.server,
+                **{k: v for k, v in self.authority.items() if k.startswith(("cert", "tls", "insec"))},
+            }
         env = {**os.environ, "KUBERNETES_EXEC_INFO": json.dumps(info)}
         env |= {str(one["name"]): str(one["value"]) for one in plugin.get("env") or ()}
         command = str(plugin.get("command", ""))
@@ -181,7 +186,7 @@ def _until(timestamp: object) -> float:
     if not isinstance(timestamp, str):
         return float("inf")
     try:
-        ends = datetime.datetime.fromisoformat(timestamp)
+        ends = dt.datetime.fromisoformat(timestamp)
     except ValueError:
         return time.monotonic() + _REREAD_S
     return time.monotonic() + max(ends.timestamp() - time.time() - 60.0, 1.0)

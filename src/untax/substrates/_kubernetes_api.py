@@ -157,7 +157,9 @@ class Api:
         return found if isinstance(found, dict) else {}
 
     async def _sent(self, connection: Connection, method: str, path: str, data: bytes, kind: str) -> tuple[int, dict[str, str]]:
-        connection.writer.write(head(self.access, method, path, await self.access.headers(), {"Content-Type": kind, "Content-Length": str(len(data))}) + data)
+        connection.writer.write(
+            head(self.access, method, path, await self.access.headers(), {"Content-Type": kind, "Content-Length": str(len(data))}) + data
+        )
         await connection.writer.drain()
         return await connection.head()
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from untax.core.errors import BackendError
-from untax.substrates._kubernetes_api import ApiError, dial, head, path_of, refusal
 from untax.substrates._kubernetes_access import Access
+from untax.substrates._kubernetes_api import dial, head, path_of, refusal
 
 _STDIN, _STDOUT, _STDERR, _STATUS, _CLOSE = 0, 1, 2, 3, 255
 _PROTOCOLS = "v5.channel.k8s.io, v4.channel.k8s.io"
@@ -56,9 +56,7 @@ class Exec(asyncio.Protocol):
     # ---- opening ----
 
     @classmethod
-    async def open(
-        cls, access: Access, namespace: str, pod: str, container: str, argv: Sequence[str], **callbacks: Any
-    ) -> Exec:
+    async def open(cls, access: Access, namespace: str, pod: str, container: str, argv: Sequence[str], **callbacks: Any) -> Exec:
         """Start `argv` in the pod, standard input attached. `ApiError` when the server says no, `OSError` when nobody answers."""
         query = {"container": container, "stdin": "true", "stdout": "true", "stderr": "true", "command": list(argv)}
         path = path_of("api", "v1", "namespaces", namespace, "pods", pod, "exec", query=query)
@@ -256,6 +254,3 @@ def exit_code_of(status: dict[str, Any]) -> int | None:
         if cause.get("reason") == "ExitCode" and str(cause.get("message", "")).isdigit():
             return int(cause["message"])
     return None
-
-
-__all__ = ["ApiError", "Exec", "exit_code_of"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import datetime
+import datetime as dt
 import json
 import logging
 from collections.abc import Mapping
@@ -35,7 +35,11 @@ POLICIES: Kind = ("apis", "networking.k8s.io", "v1", "networkpolicies")
 
 def cell_too_large_reason(cell: Path) -> str | None:
     size = cell.stat().st_size
-    return None if size < _CONFIG_MAP_MAX else f"the cell has {size} bytes, and a ConfigMap holds {_CONFIG_MAP_MAX}; build it with -s and without sanitizers"
+    return (
+        None
+        if size < _CONFIG_MAP_MAX
+        else f"the cell has {size} bytes, and a ConfigMap holds {_CONFIG_MAP_MAX}; build it with -s and without sanitizers"
+    )
 
 
 def explained(exc: ApiError, what: str) -> Exception:
@@ -43,7 +47,10 @@ def explained(exc: ApiError, what: str) -> Exception:
     if exc.status == 403 and "exceeded quota" in exc.message:
         return SubstrateUnavailable("", f"{what}: {exc}; ask for less, end other pods, or have the quota raised")
     if exc.status == 403 and "PodSecurity" in exc.message:
-        return SubstrateUnavailable("", f"{what}: {exc}; the namespace's Pod Security level forbids it: leave out user='root' and the template's additions, or use another namespace")
+        return SubstrateUnavailable(
+            "",
+            f"{what}: {exc}; the namespace's Pod Security level forbids it: leave out user='root' and the template's additions, or use another namespace",
+        )
     if exc.status in (401, 403):
         return SubstrateUnavailable("", f"{what}: {exc}; give this user the role in docs/kubernetes.md")
     if exc.status == 404:
@@ -77,10 +84,15 @@ class Estate:
     async def open(self, cell: Path) -> None:
         """Say that we live, then bring the cell and the policy. What fails is undone."""
         try:
-            lease = await self._make(LEASES, {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": self._metadata(), "spec": self._renewal()})
+            lease = await self._make(
+                LEASES, {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": self._metadata(), "spec": self._renewal()}
+            )
             self.reference = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "name": self.name, "uid": lease["metadata"]["uid"]}
             data = base64.b64encode(await asyncio.to_thread(cell.read_bytes)).decode()
-            await self._make(CONFIG_MAPS, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata(), "immutable": True, "binaryData": {"cell": data}})
+            await self._make(
+                CONFIG_MAPS,
+                {"apiVersion": "v1", "kind": "ConfigMap", "metadata": self._metadata(), "immutable": True, "binaryData": {"cell": data}},
+            )
             await self._forbid_network()
         except BaseException:
             await self.aclose()
@@ -107,7 +119,7 @@ class Estate:
             log.info("no NetworkPolicy: %s", exc)
 
     def _renewal(self) -> dict[str, Any]:
-        now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return {"holderIdentity": self.owner, "leaseDurationSeconds": _LEASE_S, "renewTime": now}
 
     async def _renew(self) -> None:
@@ -142,7 +154,9 @@ class Estate:
 
     async def _drop(self, kind: Kind, name: str) -> None:
         try:
-            await self._api.request("DELETE", self._path(kind, name), {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"})
+            await self._api.request(
+                "DELETE", self._path(kind, name), {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+            )
         except ApiError as exc:
             if exc.status != 404:
                 log.warning("%s %s cannot be removed: %s", kind[-1], name, exc)
@@ -167,10 +181,10 @@ def _owner_of(thing: Mapping[str, Any]) -> str:
 def _is_over(lease: Mapping[str, Any]) -> bool:
     renewed = (lease.get("spec") or {}).get("renewTime")
     try:
-        then = datetime.datetime.fromisoformat(str(renewed))
+        then = dt.datetime.fromisoformat(str(renewed))
     except ValueError:
         return True
-    return (datetime.datetime.now(datetime.UTC) - then).total_seconds() > _DEAD_AFTER_S
+    return (dt.datetime.now(dt.UTC) - then).total_seconds() > _DEAD_AFTER_S
 
 
 # ---- engines of this machine, whose death the kernel tells at once ----

@@ -23,6 +23,7 @@ CELL = "/untax/bin/cell"
 HOME = "/untax/home"
 WORKDIR = "/workspace"
 DEFAULT_UID = 1000
+NODE_LOST_S = 60
 AGENT_PATIENCE_S = 600  # a pod whose engine is gone ends by itself, sweep or not
 
 # Package installs as root need these, inside, and nothing else (THREATS 6.1). Only for those who ask for root.
@@ -58,7 +59,9 @@ def image_of(spec: EnvSpec) -> str:
             "image 'host': a node of the cluster does not have this machine's files; name an image of a registry, for example EnvSpec(image='registry:host/name:tag')"
         )
     if image == spec.image and image.partition(":")[0] in _SCHEMES and ":" in image:
-        raise UsageError(f"image {spec.image[:80]!r} is made on this machine, and nodes pull from a registry: push it there and write 'registry:host/name:tag'")
+        raise UsageError(
+            f"image {spec.image[:80]!r} is made on this machine, and nodes pull from a registry: push it there and write 'registry:host/name:tag'"
+        )
     if not _REFERENCE.fullmatch(image) or "://" in image:
         raise UsageError(f"image {spec.image[:80]!r} is not the name of an image in a registry: [host/]name[:tag] or name@sha256:…")
     return image
@@ -76,7 +79,9 @@ def uid_of(spec: EnvSpec) -> int:
     raise UsageError(f"user {user!r}: a pod's user is given as a number (runAsUser), or as 'user' ({DEFAULT_UID}) or 'root'")
 
 
-def manifest(spec: EnvSpec, wishes: Wishes, *, name: str, owner: str, config_map: str, owner_reference: Mapping[str, Any] | None) -> dict[str, Any]:
+def manifest(
+    spec: EnvSpec, wishes: Wishes, *, name: str, owner: str, config_map: str, owner_reference: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """The pod that `create` posts."""
     image, uid = image_of(spec), uid_of(spec)
     pod = merged(_defaults(spec, wishes, image, uid, config_map), wishes.template)
@@ -119,9 +124,10 @@ def _defaults(spec: EnvSpec, wishes: Wishes, image: str, uid: int, config_map: s
         "dnsPolicy": "None",
         "dnsConfig": {"nameservers": ["127.0.0.1"], "options": [{"name": "timeout", "value": "1"}, {"name": "attempts", "value": "1"}]},
         "nodeSelector": {"kubernetes.io/os": "linux", "kubernetes.io/arch": wishes.architecture, **wishes.node_selector},
-        # A node that is lost is lost: the default of five minutes is for services that may come back.
+        # The default of five minutes is for services that may come back. Not at once, though: a control plane that was away
+        # itself takes its nodes for lost when it returns.
         "tolerations": [
-            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 0}
+            {"key": f"node.kubernetes.io/{taint}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": NODE_LOST_S}
             for taint in ("not-ready", "unreachable")
         ],
         "securityContext": {
@@ -160,7 +166,13 @@ def _defaults(spec: EnvSpec, wishes: Wishes, image: str, uid: int, config_map: s
     if wishes.cut:
         # Beside the cell and not an init container: a kubelet takes up to a second to notice that one has ended. The cell
         # itself waits until the interfaces are down.
-        context = {**copy.deepcopy(bare), "runAsUser": 0, "runAsGroup": 0, "runAsNonRoot": False, "readOnlyRootFilesystem": True}
+        context: dict[str, Any] = {
+            **copy.deepcopy(bare),
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "runAsNonRoot": False,
+            "readOnlyRootFilesystem": True,
+        }
         context["capabilities"]["add"] = ["NET_ADMIN"]
         few = {"cpu": "100m", "memory": "32Mi", "ephemeral-storage": "1Mi"}
         inside["containers"].insert(
@@ -188,7 +200,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
             out.pop(key, None)
         elif isinstance(old, dict) and isinstance(value, Mapping):
             out[key] = merged(old, value)
-        elif _is_named(old) and _is_named(value):
+        elif isinstance(old, list) and _is_named(old) and _is_named(value):
             names = {one["name"]: dict(one) for one in old}
             for one in value:
                 names[one["name"]] = merged(names.get(one["name"], {}), one)
@@ -207,7 +219,9 @@ def checked_template(template: object) -> Mapping[str, Any]:
     if template is None:
         return {}
     if not isinstance(template, Mapping) or set(template) - {"apiVersion", "kind", "metadata", "spec"}:
-        raise UsageError("template must be a partial Pod: a mapping with 'metadata' and 'spec', for example {'spec': {'priorityClassName': 'low'}}")
+        raise UsageError(
+            "template must be a partial Pod: a mapping with 'metadata' and 'spec', for example {'spec': {'priorityClassName': 'low'}}"
+        )
     for key in ("metadata", "spec"):
         if not isinstance(template.get(key, {}), Mapping):
             raise UsageError(f"template: {key!r} must be a mapping, not {type(template[key]).__name__}")

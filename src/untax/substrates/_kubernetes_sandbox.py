@@ -50,7 +50,15 @@ class PodSandbox:
     """Made by `KubernetesSubstrate.create`, which tells it what its watch sees (`see`, `gone`)."""
 
     def __init__(
-        self, api: Api, namespace: str, name: str, *, architecture: str, patience: Patience, unenforced: Sequence[Unenforced], forget: Callable[[str], None]
+        self,
+        api: Api,
+        namespace: str,
+        name: str,
+        *,
+        architecture: str,
+        patience: Patience,
+        unenforced: Sequence[Unenforced],
+        forget: Callable[[str], None],
     ) -> None:
         self.id = name
         self.unenforced = tuple(unenforced)
@@ -183,7 +191,9 @@ class PodSandbox:
             if exc.status == 404:
                 raise SandboxLost(self.id, "there is no such pod any more") from exc
             if exc.status == 403:
-                raise SubstrateUnavailable(self.id, f"{exc}; the role needs: create and get on pods/exec (docs/kubernetes.md has it whole)") from exc
+                raise SubstrateUnavailable(
+                    self.id, f"{exc}; the role needs: create and get on pods/exec (docs/kubernetes.md has it whole)"
+                ) from exc
             raise BackendError(self.id, f"exec: {exc}") from exc
         except OSError as exc:
             raise BackendError(self.id, f"exec: the API server {access.server} cannot be reached: {exc.strerror or exc}") from exc
@@ -255,7 +265,15 @@ class PodSandbox:
                 stream.close_stdin()
                 status = await ended
         except TimeoutError:
-            return CommandResult(TIMEOUT_EXIT_CODE, out.data, err.data, "timeout", round_trip_s=(now_ns() - start) / 1e9, dropped_stdout=out.dropped, dropped_stderr=err.dropped)
+            return CommandResult(
+                TIMEOUT_EXIT_CODE,
+                out.data,
+                err.data,
+                "timeout",
+                round_trip_s=(now_ns() - start) / 1e9,
+                dropped_stdout=out.dropped,
+                dropped_stderr=err.dropped,
+            )
         except OSError as exc:
             raise self._lost_or(BackendError(self.id, f"the exec's connection broke: {exc.strerror or exc}")) from exc
         except BackendError as exc:
@@ -267,7 +285,9 @@ class PodSandbox:
         if code is None:
             code, said = self._not_started(str(status.get("message", "")))
             err.add(said.encode())
-        return CommandResult(code, out.data, err.data, round_trip_s=(now_ns() - start) / 1e9, dropped_stdout=out.dropped, dropped_stderr=err.dropped)
+        return CommandResult(
+            code, out.data, err.data, round_trip_s=(now_ns() - start) / 1e9, dropped_stdout=out.dropped, dropped_stderr=err.dropped
+        )
 
     def _lost_or(self, exc: BackendError) -> SubstrateError:
         return SandboxLost(self.id, self._condition.reason) if self._condition.state == "lost" else exc

@@ -11,7 +11,15 @@ from untax.substrates._kubernetes_pod import CONTAINER
 State = Literal["waiting", "ready", "failed", "lost"]
 
 # The kubelet tries these again for ever; nothing that waits will mend them.
-_HOPELESS = {"ErrImageNeverPull", "InvalidImageName", "ImagePullBackOff", "ImageInspectError", "CreateContainerConfigError", "CreateContainerError", "RunContainerError"}
+_HOPELESS = {
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "ImagePullBackOff",
+    "ImageInspectError",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+}
 _PULL = {"ErrImagePull", "ErrImageNeverPull", "InvalidImageName", "ImagePullBackOff", "ImageInspectError"}
 _FINAL_PULL = ("not found", "denied", "unauthorized", "no match for platform", "not present", "manifest unknown")
 
@@ -57,7 +65,9 @@ def _waiting(container: Mapping[str, Any]) -> Condition | None:
     if reason in _HOPELESS or (reason == "ErrImagePull" and is_final):
         said = f"{reason}: {message}" if message else reason
         if reason in _PULL:
-            return Condition("failed", f"image {container.get('image')!r}: {said}; check its name, or give the nodes access to its registry")
+            return Condition(
+                "failed", f"image {container.get('image')!r}: {said}; check its name, or give the nodes access to its registry"
+            )
         return Condition("failed", said)
     return None
 
@@ -104,14 +114,15 @@ def has_node(pod: Mapping[str, Any]) -> bool:
     return bool((pod.get("spec") or {}).get("nodeName"))
 
 
+# What events call the steps that a timeline has, besides asked, accepted and ready.
+_EVENTS = {"Scheduled": "scheduled", "Pulling": "pulling", "Pulled": "pulled", "Created": "created", "Started": "started"}
+
+
 class Timeline:
     """When each step of a pod's way was first seen, on the measuring clock.
 
     The pod's own timestamps have whole seconds, which is longer than most steps take; what is kept is when the API server told us.
     """
-
-    STEPS = ("asked", "accepted", "scheduled", "pulling", "pulled", "created", "started", "ready")
-    _EVENTS = {"Scheduled": "scheduled", "Pulling": "pulling", "Pulled": "pulled", "Created": "created", "Started": "started"}
 
     def __init__(self) -> None:
         self.seen: dict[str, int] = {}
@@ -124,7 +135,7 @@ class Timeline:
         """A Kubernetes event about the pod. The last of a kind counts: a first container may come before the sandbox's own."""
         reason = str(event.get("reason", ""))
         field_path = str((event.get("involvedObject") or {}).get("fieldPath", ""))
-        step = self._EVENTS.get(reason)
+        step = _EVENTS.get(reason)
         if event.get("type") == "Warning":
             self.warnings.append(f"{reason}: {event.get('message', '')}")
         elif step is not None and ("{" not in field_path or f"{{{CONTAINER}}}" in field_path):
@@ -132,7 +143,8 @@ class Timeline:
 
     def parts_ns(self) -> dict[str, int]:
         """How long each step took that was seen: `api` the request, `schedule` finding a node, `image` pulling, `start` what the node
-        did besides, `report` from the node's start until we knew."""
+        did besides, `report` from the node's start until we knew.
+        """
         seen = self.seen
         out: dict[str, int] = {}
 

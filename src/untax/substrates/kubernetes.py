@@ -15,6 +15,7 @@ import platform
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,14 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _REACH_S = 3.0
 _PROBE_IMAGE = "untax.invalid/probe:1"  # for a dry run: never pulled
 _HANDLERS = {"gvisor": ("runsc", "gvisor"), "vm": ("kata", "firecracker", "qemu", "cloud-hypervisor")}
-_VERBS = (("create", "pods", ""), ("watch", "pods", ""), ("delete", "pods", ""), ("create", "pods", "exec"), ("create", "configmaps", ""), ("create", "leases", ""))
+_VERBS = (
+    ("create", "pods", ""),
+    ("watch", "pods", ""),
+    ("delete", "pods", ""),
+    ("create", "pods", "exec"),
+    ("create", "configmaps", ""),
+    ("create", "leases", ""),
+)
 
 
 def make(
@@ -161,7 +169,11 @@ class KubernetesSubstrate:
             lines = [f"API server {access.server}: Kubernetes {version.get('gitVersion')}; namespace {access.namespace!r}"]
             denied = [verb for verb in _VERBS if not await _may(api, access.namespace, verb)]
             names = ", ".join(f"{verb} {kind}{'/' + sub if sub else ''}" for verb, kind, sub in denied)
-            lines.append(f"RBAC: this user may not {names}; give it the role in docs/kubernetes.md" if denied else "RBAC: all that is needed is allowed")
+            lines.append(
+                f"RBAC: this user may not {names}; give it the role in docs/kubernetes.md"
+                if denied
+                else "RBAC: all that is needed is allowed"
+            )
             with contextlib.suppress(ApiError):
                 classes = await api.request("GET", path_of("apis", "node.k8s.io", "v1", "runtimeclasses"))
                 found = [f"{one['metadata']['name']} ({one.get('handler')})" for one in classes.get("items") or ()]
@@ -176,7 +188,7 @@ class KubernetesSubstrate:
         if self._holding is not None:
             return
         access = find_access(*self._where)
-        self._wishes = _with(self._wishes, namespace=access.namespace)
+        self._wishes = replace(self._wishes, namespace=access.namespace)
         ensure_private_dir(self._root.parent)
         self._holding = Holding.take(self._root)
         self._api = api = Api(access, timeout_s=self._patience.request_s)
@@ -190,8 +202,16 @@ class KubernetesSubstrate:
         await self._watch(api, access, owner)
 
     async def _watch(self, api: Api, access: Access, owner: str) -> None:
-        pods = Watch(api, ("api", "v1", "namespaces", access.namespace, "pods"), {"labelSelector": f"{OWNER_LABEL}={owner}"}, self._on_pod, self._on_listed)
-        events = Watch(api, ("api", "v1", "namespaces", access.namespace, "events"), {"fieldSelector": "involvedObject.kind=Pod"}, self._on_event)
+        pods = Watch(
+            api,
+            ("api", "v1", "namespaces", access.namespace, "pods"),
+            {"labelSelector": f"{OWNER_LABEL}={owner}"},
+            self._on_pod,
+            self._on_listed,
+        )
+        events = Watch(
+            api, ("api", "v1", "namespaces", access.namespace, "events"), {"fieldSelector": "involvedObject.kind=Pod"}, self._on_event
+        )
         try:
             await pods.start()
         except ApiError as exc:
@@ -219,7 +239,9 @@ class KubernetesSubstrate:
         handler = str(found.get("handler", ""))
         wanted = _HANDLERS.get(self.isolation)
         if wanted is not None and not any(word in handler for word in wanted):
-            raise UsageError(f"runtime class {name!r} has the handler {handler!r}, which is not known to give isolation={self.isolation!r} ({', '.join(wanted)})")
+            raise UsageError(
+                f"runtime class {name!r} has the handler {handler!r}, which is not known to give isolation={self.isolation!r} ({', '.join(wanted)})"
+            )
 
     async def _decide_cut(self, api: Api) -> None:
         """Ask the admission controllers, by a dry run, whether a pod may have a container that takes its network away."""
@@ -230,7 +252,7 @@ class KubernetesSubstrate:
             await api.request("POST", path_of("api", "v1", "namespaces", self._wishes.namespace, "pods", query={"dryRun": "All"}), probe)
         except ApiError as exc:
             if exc.status == 403 and "PodSecurity" in exc.message:
-                self._wishes = _with(self._wishes, cut=False)
+                self._wishes = replace(self._wishes, cut=False)
 
     async def _sweep(self, access: Access) -> None:
         estate = self._estate
@@ -330,7 +352,9 @@ class KubernetesSubstrate:
 
     def _manifest(self, spec: EnvSpec, name: str) -> dict[str, Any]:
         assert self._estate is not None
-        return manifest(spec, self._wishes, name=name, owner=self._estate.owner, config_map=self._estate.name, owner_reference=self._estate.reference)
+        return manifest(
+            spec, self._wishes, name=name, owner=self._estate.owner, config_map=self._estate.name, owner_reference=self._estate.reference
+        )
 
     def _unenforced(self, spec: EnvSpec) -> list[Unenforced]:
         out = [
@@ -342,14 +366,18 @@ class KubernetesSubstrate:
         ]
         if self._node_pids_limit is None or self._node_pids_limit > spec.limits.pids:
             out.append(
-                Unenforced("pids", "a pod has no limit of processes of its own", "set the kubelets' podPidsLimit and say so with node_pids_limit=…")
+                Unenforced(
+                    "pids", "a pod has no limit of processes of its own", "set the kubelets' podPidsLimit and say so with node_pids_limit=…"
+                )
             )
         if not self._wishes.cut:
             policy = self._estate is not None and self._estate.has_policy
             out.append(
                 Unenforced(
                     "network",
-                    "a NetworkPolicy forbids it, and whether the cluster's network plugin obeys is not known" if policy else "no NetworkPolicy could be made",
+                    "a NetworkPolicy forbids it, and whether the cluster's network plugin obeys is not known"
+                    if policy
+                    else "no NetworkPolicy could be made",
                     "use a plugin that enforces NetworkPolicy, or a namespace that admits a container with NET_ADMIN (cut_network=True)",
                 )
             )
@@ -357,12 +385,6 @@ class KubernetesSubstrate:
 
     def _forget(self, name: str) -> None:
         self._live.pop(name, None)
-
-
-def _with(wishes: Wishes, **changes: Any) -> Wishes:
-    import dataclasses
-
-    return dataclasses.replace(wishes, **changes)
 
 
 def _owner_name(holding: Path) -> str:

@@ -1,0 +1,322 @@
+"""THREATS on pods: what the workload of one can see, reach, use up and break. Named by the ids of the threat list.
+
+The boundary is the node's container runtime; what is checked is that our pods ask for all of it, and that the network is gone.
+"""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tests import kubehost, servers
+
+import untax
+
+pytestmark = pytest.mark.timeout(180)
+SPEC = untax.EnvSpec(image=kubehost.SMALL, isolation="container")
+CANARY = f"untax-canary-{os.getpid()}-{os.urandom(8).hex()}"
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with kubehost.cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def pods(cluster, _runner, tmp_path_factory):
+    os.environ["UNTAX_CANARY"] = CANARY
+    (tmp_path_factory.mktemp("canary") / "file").write_text(CANARY)
+    engine = untax.Engine("kubernetes", kubeconfig=cluster.kubeconfig, state_dir=tmp_path_factory.mktemp("state") / "k")
+    _runner.run(engine.start())
+    yield engine
+    _runner.run(engine.aclose())
+    del os.environ["UNTAX_CANARY"]
+
+
+@pytest.fixture(scope="module")
+def box(pods, _runner):
+    """One pod for the cases that leave nothing in it."""
+    box = _runner.run(pods.acquire(SPEC))
+    yield box
+    _runner.run(box.release())
+
+
+@pytest.fixture(scope="module")
+def neighbour(pods, _runner):
+    box = _runner.run(pods.acquire(SPEC))
+    yield box
+    _runner.run(box.release())
+
+
+async def out(box, text: str, **more) -> str:
+    return (await box.shell(text, timeout_s=20, **more)).text
+
+
+# ---- 4.1 escape and isolation ----
+
+
+async def test_e1_e22_nothing_of_the_engine_is_inside(box):
+    assert await out(box, f"grep -rIls '{CANARY[:-4]}[{CANARY[-4]}]{CANARY[-3:]}' / --exclude-dir=proc --exclude-dir=sys 2>/dev/null") == ""
+    env = await out(box, "env; cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'")
+    assert CANARY not in env
+    assert "KUBERNETES" not in await out(box, "env")
+
+
+async def test_e2_only_this_pod_s_processes_and_the_agent_first(box):
+    assert await out(box, "cat /proc/1/comm") == "cell-agent\n"
+    assert int(await out(box, "ls /proc | grep -c '^[0-9]'")) < 12
+
+
+async def test_e3_no_descriptor_but_its_own(box):
+    assert (await out(box, "ls /proc/self/fd")).split() == ["0", "1", "2", "3"]
+
+
+async def test_e4_e5_e6_no_mounts_no_namespaces(box):
+    tried = await box.shell(
+        "perl -e 'foreach (165, 166, 272, 308, 428, 429, 430, 432, 442, 155) { my $r = syscall($_, 0x10000000, 0, 0, 0, 0); print \"$_ $r\\n\" if $r >= 0 }'"
+    )
+    assert (tried.text, tried.exit_code) == (
+        "",
+        0,
+    )  # mount, umount2, unshare, setns, open_tree, move_mount, fsopen, fsmount, mount_setattr, pivot_root
+
+
+async def test_e7_no_devices_but_the_usual(box):
+    found = (
+        await out(box, "find /dev -type b; find /dev -type c | grep -v -E '^/dev/(null|zero|full|random|urandom|tty|ptmx|pts/.*)$'")
+    ).split()
+    assert found == []
+
+
+async def test_e9_e11_e12_the_kernel_s_files_are_not_to_be_written(box):
+    before = Path("/proc/sys/kernel/core_pattern").read_text()
+    for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/drop_caches", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper"):
+        assert (await box.shell(f"echo 1 >{path}")).exit_code != 0
+    assert Path("/proc/sys/kernel/core_pattern").read_text() == before
+    assert (
+        await out(box, "find / -name release_agent -writable 2>/dev/null; find /sys/fs/cgroup -type f -writable 2>/dev/null | head -1")
+        == ""
+    )
+
+
+async def test_e10_what_tells_of_the_host_is_covered(box):
+    assert (
+        await out(
+            box, "for f in kcore keys timer_list sched_debug latency_stats; do head -c 64 /proc/$f 2>/dev/null; done; ls /sys/firmware"
+        )
+        == ""
+    )
+
+
+async def test_e14_the_agent_s_program_is_not_to_be_rewritten(box):
+    assert (await box.shell("cp /bin/sh /proc/1/exe")).exit_code != 0
+    assert (
+        await box.shell("echo x >/untax/bin/cell; echo x >/untax/bin/..data/cell; rm -f /untax/bin/cell; test -x /untax/bin/cell")
+    ).exit_code == 0
+
+
+async def test_e15_e16_no_capability_no_new_privileges_a_filter(box):
+    status = dict(line.split(":\t") for line in (await out(box, "grep -E 'Cap|Seccomp:|NoNewPrivs' /proc/self/status")).splitlines())
+    assert {name: int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {
+        "CapInh": 0,
+        "CapPrm": 0,
+        "CapEff": 0,
+        "CapAmb": 0,
+    }
+    assert (int(status["CapBnd"], 16), status["NoNewPrivs"], status["Seccomp"]) == (0, "1", "2")
+
+
+async def test_e21_no_socket_of_the_host(box):
+    assert (
+        await out(
+            box,
+            "find / -type s 2>/dev/null; ls /var/run/docker.sock /run/containerd /run/podman /run/dbus 2>/dev/null; ls /var/run/secrets 2>/dev/null",
+        )
+        == ""
+    )
+
+
+async def test_e23_e25_neighbours_do_not_meet(box, neighbour):
+    await box.shell("echo s >/tmp/x; echo s >/dev/shm/x; echo s >/workspace/x")
+    assert (await neighbour.shell("cat /tmp/x /dev/shm/x /workspace/x 2>/dev/null")).text == ""
+    await box.shell("rm -f /tmp/x /dev/shm/x /workspace/x")
+
+
+async def test_e26_e30_no_kernel_log_and_the_level_s_name_is_true(box):
+    assert (await box.shell("head -c 64 /dev/kmsg")).exit_code != 0
+    assert (await out(box, "cat /proc/sys/kernel/random/boot_id")).strip() == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert box.ledger.isolation == "container"
+
+
+async def test_t12_the_agent_s_socket_gives_the_channel_to_nobody(box):
+    """The workload may find the abstract name; without the host's token it gets a closed connection."""
+    tried = await out(box, "for i in 1 2 3 4 5 6; do head -c 4000 /dev/zero | /untax/bin/cell join untax | wc -c; done")
+    assert tried.split() == ["0"] * 6
+    assert (await box.run(["true"])).exit_code == 0
+
+
+# ---- 4.2 resource exhaustion ----
+
+
+async def test_r3_r4_memory_ends_the_command_and_not_the_pod(pods):
+    async with pods.lease(SPEC, limits=untax.Limits(memory_mib=128)) as small:
+        eat = "my @a; for (1..4000) { push @a, 'x' x (1<<20) }"
+        whole = await small.run(["perl", "-e", eat], timeout_s=60)
+        part = await small.shell(f'perl -e "{eat.replace("$", chr(92) + "$").replace("@", chr(92) + "@")}" ; echo after', timeout_s=60)
+        assert whole.outcome == "oom"
+        assert (part.text, part.exit_code) == ("after\n", 0)
+        assert (await small.run(["true"])).exit_code == 0
+
+
+async def test_r5_r9_r11_r16_signals_deadlines_and_cores(box):
+    own = await box.shell("kill -9 $$")
+    assert (own.outcome, own.exit_code) == ("signaled", 137)
+    began = time.monotonic()
+    assert (await box.run(["sleep", "1000"], timeout_s=1)).timed_out
+    assert time.monotonic() - began < 3
+    await box.shell("ulimit -c unlimited; sleep 9 & kill -SEGV $!; wait")
+    assert await out(box, "ls /workspace/core* 2>/dev/null; ulimit -Hc; ulimit -Hn") == "0\n4096\n"
+
+
+async def test_r8_tmp_has_a_cap_that_is_charged_to_the_pod(pods):
+    async with pods.lease(SPEC, limits=untax.Limits(memory_mib=128)) as small:
+        filled = await small.shell("dd if=/dev/zero of=/tmp/x bs=1M count=100", timeout_s=60)
+        assert filled.exit_code != 0
+        assert (await small.run(["true"])).exit_code == 0
+
+
+async def test_r1_what_a_node_does_not_enforce_is_said(box):
+    assert {"pids", "disk_mib"} == {one.name for one in box.ledger.unenforced}
+    assert all(one.remedy for one in box.ledger.unenforced)
+
+
+# ---- 4.3 process tree, 4.4 output ----
+
+
+async def test_p8_p9_killing_everything_and_the_first_leaves_the_agent(pods):
+    async with pods.lease(SPEC) as box:
+        assert "kill" not in await out(box, "kill -TERM 1; kill -9 1; kill -STOP 1; echo done")
+        assert (await box.run(["true"])).exit_code == 0
+        try:
+            await box.shell("kill -9 -1; exit 7", timeout_s=10)
+        except untax.UntaxError as exc:  # the hands died before they could say so
+            assert not isinstance(exc, untax.ProtocolError)
+        assert (await box.run(["true"])).exit_code == 0
+
+
+async def test_p2_p5_p7_daemons_die_with_their_box(pods):
+    async with pods.lease(SPEC) as box:
+        await box.shell("(trap '' TERM HUP; setsid nohup sleep 4242424 >/dev/null 2>&1 &); for i in $(seq 100); do (true &); done")
+        await box.reset()
+        assert await out(box, "grep -lsz 424242[4] /proc/[0-9]*/cmdline; grep -c Z /proc/[0-9]*/stat | grep -v :0") == ""
+
+
+async def test_o2_o3_output_is_exact_and_bounded(box):
+    drawn = await box.shell("head -c 1000000 /dev/urandom | tee /tmp/r; sha256sum </tmp/r >&2; rm /tmp/r", timeout_s=30)
+    import hashlib
+
+    assert hashlib.sha256(drawn.stdout).hexdigest() in drawn.stderr.decode()
+    flood = await box.shell("yes | head -c 200000000", timeout_s=60)
+    assert flood.truncated
+
+
+# ---- 4.5 files ----
+
+
+async def test_f1_f2_links_lead_nowhere_but_inside(box):
+    secret = Path("/etc/shadow").read_text()
+    await box.shell("ln -sfn /etc d; ln -sfn /etc/shadow s")
+    with pytest.raises(OSError):
+        await box.read("s")
+    with pytest.raises(OSError):
+        await box.write("d/planted", b"x")
+    assert Path("/etc/shadow").read_text() == secret
+    assert not Path("/etc/planted").exists()
+    await box.shell("rm d s")
+
+
+async def test_f9_f10_a_reset_restores_what_was_ruined(pods):
+    async with pods.lease(spec_root := untax.EnvSpec(image=kubehost.SMALL, isolation="container", user="root")) as box:
+        assert spec_root.user == "root"
+        await box.shell("rm -rf /usr/bin/git /usr/bin/wc /etc/passwd; cp /bin/false /bin/true")
+        await box.reset()
+        assert (await box.run(["true"])).exit_code == 0
+        assert await out(box, "test -e /etc/passwd && echo there") == "there\n"
+
+
+# ---- 4.6 network ----
+
+
+async def test_n1_n2_n3_nothing_is_reachable_and_that_is_known_at_once(box, cluster):
+    """Not the API server, not the node, not the host."""
+    with servers.listener("0.0.0.0") as peer:
+        assert servers.Listener("127.0.0.1", peer.port).is_reachable_from_host
+        began = time.monotonic()
+        for target in (f"10.201.0.1/{peer.port}", "10.201.0.2/6443", "10.202.1.1/10250", f"127.0.0.1/{peer.port}"):
+            assert (await box.shell(f"timeout 3 bash -c 'echo >/dev/tcp/{target}'")).exit_code not in (0, 124)
+        assert time.monotonic() - began < 3
+        assert peer.peers == []
+
+
+async def test_n4_n10_names_fail_at_once_and_no_proxy_is_set(box):
+    began = time.monotonic()
+    await box.shell("perl -e 'exit(gethostbyname(\"peer.test\") ? 1 : 0)'")
+    assert time.monotonic() - began < 3
+    assert "proxy" not in (await out(box, "env")).lower()
+
+
+async def test_n6_no_raw_sockets_and_no_way_to_bring_the_network_up(box):
+    raw = "socket(S, {f}, 3, {p}) and exit 1; exit 0"
+    assert (await box.run(["perl", "-e", raw.format(f=2, p=1)])).exit_code == 0
+    assert (await box.run(["perl", "-e", raw.format(f=17, p=768)])).exit_code == 0
+    up = 'socket(S, 2, 2, 0) or exit 2; $r = pack("a16 s x14", "eth0", 0x1043); exit(ioctl(S, 0x8914, $r) ? 1 : 0)'
+    assert (await box.run(["perl", "-e", up])).exit_code == 0
+
+
+async def test_n7_neighbours_cannot_be_reached_even_with_a_network(pods, neighbour, cluster):
+    address = cluster.kubectl("get", "pod", neighbour.id, "-o", "jsonpath={.status.podIP}")
+    await neighbour.shell(
+        "perl -MIO::Socket -e 1; (perl -e 'socket(S,2,1,6); bind(S, pack(\"S n N x8\", 2, 9999, 0)); listen(S, 5); sleep 60' >/dev/null 2>&1 &)"
+    )
+    async with pods.lease(SPEC, network="all") as box:
+        assert (await box.shell(f"timeout 3 bash -c 'echo >/dev/tcp/{address}/9999'")).exit_code not in (0, 124)
+
+
+async def test_n11_the_loopback_is_there(box):
+    assert (await box.shell("perl -e 'socket(S,2,1,6); exit(bind(S, pack(\"S n N x8\", 2, 9998, 0x7f000001)) ? 0 : 1)'")).exit_code == 0
+
+
+# ---- 6.5 and the clock ----
+
+
+async def test_6_5_the_pod_asks_for_everything_that_holds_it_in(box, cluster):
+    import json
+
+    pod = json.loads(cluster.kubectl("get", "pod", box.id, "-o", "json"))
+    inside = pod["spec"]
+    cell = next(one for one in inside["containers"] if one["name"] == "cell")
+    assert inside["automountServiceAccountToken"] is False
+    assert inside["enableServiceLinks"] is False
+    assert not any(inside.get(key) for key in ("hostNetwork", "hostPID", "hostIPC", "shareProcessNamespace"))
+    assert inside["activeDeadlineSeconds"] > 0
+    assert inside["securityContext"]["runAsNonRoot"] is True
+    assert inside["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert cell["securityContext"]["allowPrivilegeEscalation"] is False
+    assert cell["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    assert set(cell["resources"]["limits"]) == {"cpu", "memory", "ephemeral-storage"}
+    assert all(set(volume) & {"configMap", "emptyDir"} for volume in inside["volumes"])
+    assert cluster.kubectl("get", "networkpolicy", "-o", "jsonpath={.items[*].spec.policyTypes}")
+
+
+async def test_x25_the_clock_inside_is_the_host_s(box):
+    assert abs(float(await out(box, "date +%s.%N")) - time.time()) < 1
+
+
+async def test_q2_two_ends_at_once_are_one(pods):
+    box = await pods.acquire(SPEC)
+    sandbox = box._sandbox
+    await asyncio.gather(box.release(), box.release(), sandbox.destroy())
+    with pytest.raises(untax.SandboxLost):
+        await box.run(["true"])
