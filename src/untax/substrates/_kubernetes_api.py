@@ -226,7 +226,7 @@ async def dial(access: Access) -> socket.socket:
         try:
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            _notice_silence(sock)
             await loop.sock_connect(sock, address)
             if access.proxy is not None:
                 await _ask_proxy(loop, sock, access)
@@ -238,6 +238,14 @@ async def dial(access: Access) -> socket.socket:
             sock.close()
             raise
     raise last
+
+
+def _notice_silence(sock: socket.socket) -> None:
+    """A peer that vanished without a word is noticed within a minute, and a held stream then opened anew."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 45_000)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def _ask_proxy(loop: asyncio.AbstractEventLoop, sock: socket.socket, access: Access) -> None:

@@ -11,6 +11,7 @@ import base64
 import datetime as dt
 import json
 import logging
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ log = logging.getLogger("untax.kubernetes")
 
 _RENEW_S = 20.0
 _LEASE_S = 60
-_DEAD_AFTER_S = 180.0  # three leases: clocks of two machines may differ, and an engine may have been suspended
+_DEAD_AFTER_S = 180.0  # three leases: an engine may have been suspended, or cut off from the server
 _CONFIG_MAP_MAX = 1 << 20
 
 Kind = tuple[str, ...]
@@ -71,6 +72,7 @@ class Estate:
         self.reference: dict[str, Any] | None = None
         self.has_policy = False
         self._renewing: asyncio.Task[None] | None = None
+        self._skew = 0.0  # leases are dated by the API server's clock, which all engines share
 
     def _path(self, kind: Kind, *more: str, query: Mapping[str, Any] | None = None) -> str:
         return path_of(*kind[:-1], "namespaces", self._namespace, kind[-1], *more, query=query)
@@ -87,6 +89,7 @@ class Estate:
             lease = await self._make(
                 LEASES, {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": self._metadata(), "spec": self._renewal()}
             )
+            self._skew = _seconds(lease["metadata"].get("creationTimestamp")) - time.time()
             self.reference = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "name": self.name, "uid": lease["metadata"]["uid"]}
             data = base64.b64encode(await asyncio.to_thread(cell.read_bytes)).decode()
             await self._make(
@@ -119,7 +122,7 @@ class Estate:
             log.info("no NetworkPolicy: %s", exc)
 
     def _renewal(self) -> dict[str, Any]:
-        now = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = dt.datetime.fromtimestamp(time.time() + self._skew, dt.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         return {"holderIdentity": self.owner, "leaseDurationSeconds": _LEASE_S, "renewTime": now}
 
     async def _renew(self) -> None:
@@ -166,7 +169,7 @@ class Estate:
         query = {"labelSelector": ",".join(f"{key}={value}" for key, value in MANAGED_BY.items())}
         leases = (await self._api.request("GET", self._path(LEASES, query=query))).get("items") or []
         pods = (await self._api.request("GET", self._path(PODS, query=query))).get("items") or []
-        alive = {_owner_of(lease) for lease in leases if not _is_over(lease)} | {self.owner}
+        alive = {_owner_of(lease) for lease in leases if not _is_over(lease, time.time() + self._skew)} | {self.owner}
         dead = {_owner_of(thing) for thing in [*leases, *pods]} - alive - {""}
         for owner in sorted(dead):
             log.info("removing what the engine %s left", owner)
@@ -178,13 +181,16 @@ def _owner_of(thing: Mapping[str, Any]) -> str:
     return str(((thing.get("metadata") or {}).get("labels") or {}).get(OWNER_LABEL, ""))
 
 
-def _is_over(lease: Mapping[str, Any]) -> bool:
-    renewed = (lease.get("spec") or {}).get("renewTime")
+def _is_over(lease: Mapping[str, Any], now: float) -> bool:
+    return now - _seconds((lease.get("spec") or {}).get("renewTime")) > _DEAD_AFTER_S
+
+
+def _seconds(timestamp: object) -> float:
+    """Since the epoch; 0 for what is no time."""
     try:
-        then = dt.datetime.fromisoformat(str(renewed))
+        return dt.datetime.fromisoformat(str(timestamp)).timestamp()
     except ValueError:
-        return True
-    return (dt.datetime.now(dt.UTC) - then).total_seconds() > _DEAD_AFTER_S
+        return 0.0
 
 
 # ---- engines of this machine, whose death the kernel tells at once ----
