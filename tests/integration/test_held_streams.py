@@ -126,7 +126,7 @@ async def test_a_command_that_runs_while_the_stream_breaks_gives_its_result_once
 
 
 async def test_sessions_outlive_a_stream(held, channel, tmp_path):
-    session = await channel.call(actions.session_open())
+    session, _ = await channel.call(actions.session_open())
     await channel.call(actions.session_run(session, "cd /usr; X=7", timeout_s=5))
     held.carriers[-1].end()
     result = await channel.call(actions.session_run(session, "echo $PWD $X", timeout_s=5))

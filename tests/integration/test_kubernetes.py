@@ -533,7 +533,7 @@ async def test_cycles_leave_nothing_behind(engine, cluster):
             async with gate:
                 await cycle(n)
 
-        await asyncio.gather(*(gated(n) for n in range(12)))
+        await asyncio.gather(*(gated(n) for n in range(8)))
     assert left(cluster) == []
     for _ in range(100):  # the kubelets clear away behind the API server's back, and tell nobody
         after = kubehost.on_nodes()

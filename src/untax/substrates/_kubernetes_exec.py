@@ -1,7 +1,8 @@
 """A pod exec over one WebSocket: the cell's held stream, and one command at a time.
 
-The protocol is `v5.channel.k8s.io` or `v4.channel.k8s.io`: binary messages whose first byte names a stream. Frames are read and
-written in the transport's own callbacks, without a task or a queue between the socket and the channel.
+The protocol is `v4.channel.k8s.io`: binary messages whose first byte names a stream. An API server passes it on to the node as it is,
+while it translates v5, whose one gain is that standard input can be closed (docs/decisions/0010). Frames are read and written in the
+transport's own callbacks, without a task or a queue between the socket and the channel.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from untax.core.errors import BackendError
 from untax.substrates._kubernetes_access import Access
 from untax.substrates._kubernetes_api import dial, head, path_of, refusal
 
-_STDIN, _STDOUT, _STDERR, _STATUS, _CLOSE = 0, 1, 2, 3, 255
-_PROTOCOLS = "v5.channel.k8s.io, v4.channel.k8s.io"
+_STDIN, _STDOUT, _STDERR, _STATUS = 0, 1, 2, 3
+_PROTOCOL = "v4.channel.k8s.io"
 _OPENING_S = 15.0
 _HEAD_MAX = 64 << 10
 _MESSAGE_MAX = 4 << 20
@@ -48,7 +49,6 @@ class Exec(asyncio.Protocol):
         self._got = bytearray()
         self._stream = -1  # of the message whose parts are coming
         self._status: dict[str, Any] | None = None
-        self._can_close_stdin = False
         self._writable = asyncio.Event()
         self._writable.set()
         self._ended = False
@@ -56,16 +56,19 @@ class Exec(asyncio.Protocol):
     # ---- opening ----
 
     @classmethod
-    async def open(cls, access: Access, namespace: str, pod: str, container: str, argv: Sequence[str], **callbacks: Any) -> Exec:
-        """Start `argv` in the pod, standard input attached. `ApiError` when the server says no, `OSError` when nobody answers."""
-        query = {"container": container, "stdin": "true", "stdout": "true", "stderr": "true", "command": list(argv)}
+    async def open(
+        cls, access: Access, namespace: str, pod: str, container: str, argv: Sequence[str], *, stdin: bool, **callbacks: Any
+    ) -> Exec:
+        """Start `argv` in the pod. `ApiError` when the server says no, `OSError` when nobody answers."""
+        query = {"container": container, "stdin": str(stdin).lower(), "stdout": "true", "stderr": "true", "command": list(argv)}
         path = path_of("api", "v1", "namespaces", namespace, "pods", pod, "exec", query=query)
         more = {
+            "Accept": "*/*",
             "Connection": "Upgrade",
             "Upgrade": "websocket",
             "Sec-WebSocket-Version": "13",
             "Sec-WebSocket-Key": base64.b64encode(secrets.token_bytes(16)).decode(),
-            "Sec-WebSocket-Protocol": _PROTOCOLS,
+            "Sec-WebSocket-Protocol": _PROTOCOL,
         }
         loop = asyncio.get_running_loop()
         try:
@@ -106,7 +109,6 @@ class Exec(asyncio.Protocol):
             if len(rest) >= size or len(rest) > _HEAD_MAX:
                 self._fail_opening(refusal(status, rest))
             return
-        self._can_close_stdin = headers.get("sec-websocket-protocol", "").startswith("v5")
         self._answer = b""
         self._is_open = True
         if not self._upgraded.done():
@@ -207,11 +209,7 @@ class Exec(asyncio.Protocol):
         self._transport.write(length + _MASK + payload)
 
     def write(self, data: bytes) -> None:
-        self._send(0x82, b"\0" + data)
-
-    def close_stdin(self) -> None:
-        if self._can_close_stdin:
-            self._send(0x82, bytes((_CLOSE, _STDIN)))
+        self._send(0x82, bytes((_STDIN,)) + data)
 
     @property
     def write_buffer_size(self) -> int:

@@ -181,12 +181,12 @@ class PodSandbox:
                 exc = BackendError(self.id, f"the exec stream ended: {what[:300] or 'without a word'}")
             on_lost(exc)
 
-        return await self._exec([CELL, "join", HELD_NAME], on_out=on_data, on_err=lambda data: _keep(said, data), on_end=ended)
+        return await self._exec([CELL, "join", HELD_NAME], stdin=True, on_out=on_data, on_err=lambda data: _keep(said, data), on_end=ended)
 
-    async def _exec(self, argv: Sequence[str], **callbacks: Any) -> Exec:
+    async def _exec(self, argv: Sequence[str], *, stdin: bool, **callbacks: Any) -> Exec:
         access = self._api.access
         try:
-            return await Exec.open(access, self._namespace, self.id, CONTAINER, argv, **callbacks)
+            return await Exec.open(access, self._namespace, self.id, CONTAINER, argv, stdin=stdin, **callbacks)
         except ApiError as exc:
             if exc.status == 404:
                 raise SandboxLost(self.id, "there is no such pod any more") from exc
@@ -261,8 +261,7 @@ class PodSandbox:
         stream: Exec | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                stream = await self._exec(argv, on_out=out.add, on_err=err.add, on_end=end)
-                stream.close_stdin()
+                stream = await self._exec(argv, stdin=False, on_out=out.add, on_err=err.add, on_end=end)
                 status = await ended
         except TimeoutError:
             return CommandResult(
