@@ -44,10 +44,10 @@ def state_dir() -> Path:
 def missing_reason() -> str | None:
     if os.environ.get("KUBECONFIG"):
         return None
-    if tools() is None:
-        return "kubernetes: no KUBECONFIG, and no shared/k8s to bring a cluster up with"
     if os.geteuid() != 0:
         return "kubernetes: bringing a cluster up needs root; set KUBECONFIG"
+    if tools() is None:
+        return "kubernetes: no KUBECONFIG, and no shared/k8s to bring a cluster up with"
     return None
 
 

@@ -90,6 +90,31 @@ async def test_e7_no_devices_but_the_usual(box):
     assert found == []
 
 
+async def test_e8_a_changed_root_leads_nowhere(box):
+    tried = await box.run(["perl", "-e", "mkdir 'j'; exit(chroot('j') ? 1 : 0)"])
+    assert tried.exit_code == 0
+    await box.shell("rmdir j")
+
+
+@pytest.mark.parametrize("cwd", ["/proc/self/fd/7", "/proc/1/root", "../../../..", "/missing"])
+async def test_e13_a_working_directory_lies_inside_or_is_refused(box, cwd):
+    try:
+        result = await box.run(["ls", "-a"], cwd=cwd)
+    except (untax.UntaxError, OSError) as exc:
+        assert not isinstance(exc, untax.SubstrateError)
+    else:
+        assert "untax" in result.text.split() or result.exit_code != 0  # the pod's own root
+
+
+async def test_e19_nothing_can_be_typed_for_somebody_else(box):
+    assert (await box.run(["perl", "-e", "exit(ioctl(STDIN, 0x5412, 'x') ? 1 : 0)"])).exit_code == 0
+
+
+async def test_e24_processes_of_the_node_do_not_exist_here(box):
+    assert (await box.shell(f"kill -0 {os.getpid()} || test ! -e /proc/{os.getpid()}/exe")).exit_code == 0
+    assert (await box.shell(f"test -e /proc/{os.getpid()} && grep -q pytest /proc/{os.getpid()}/cmdline")).exit_code != 0
+
+
 async def test_e9_e11_e12_the_kernel_s_files_are_not_to_be_written(box):
     before = Path("/proc/sys/kernel/core_pattern").read_text()
     for path in ("/proc/sys/kernel/core_pattern", "/proc/sys/vm/drop_caches", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper"):
@@ -178,6 +203,23 @@ async def test_r5_r9_r11_r16_signals_deadlines_and_cores(box):
     assert time.monotonic() - began < 3
     await box.shell("ulimit -c unlimited; sleep 9 & kill -SEGV $!; wait")
     assert await out(box, "ls /workspace/core* 2>/dev/null; ulimit -Hc; ulimit -Hn") == "0\n4096\n"
+
+
+async def test_r10_r18_r19_floods_and_raised_limits(box):
+    flood = await box.run(["cat", "/dev/zero"], timeout_s=1)
+    assert (flood.timed_out, flood.truncated) == (True, True)
+    assert (await box.shell("ulimit -n 100000 2>/dev/null || ulimit -c 100 2>/dev/null")).exit_code != 0
+    assert (await box.run(["perl", "-e", "exit(setpriority(0, 0, -20) ? 1 : 0)"])).exit_code == 0
+
+
+async def test_r6_processor_time_is_held_to_the_limit(pods):
+    """Four busy loops on half a processor get half a processor."""
+    async with pods.lease(SPEC, limits=untax.Limits(cpus=0.5)) as box:
+        burnt = await box.shell("for i in 1 2 3 4; do (timeout 2 sh -c 'while :; do :; done') & done; wait; times | tail -1", timeout_s=30)
+        minutes = [part.rstrip("s").split("m") for part in burnt.text.split()]
+        assert (
+            sum(60 * float(m) + float(seconds) for m, seconds in minutes) < 1.8
+        )  # of two seconds: 1.0, and what a period gives in advance
 
 
 async def test_r8_tmp_has_a_cap_that_is_charged_to_the_pod(pods):

@@ -80,7 +80,10 @@ async def _collect(plan: Plan, state_dir: str | None) -> list[Trial]:
 def _usable() -> list[str]:
     usable = []
     for name in substrates.names():
-        reason = substrates.load(name).unavailable_reason()
+        substrate = substrates.load(name)
+        reason = substrate.unavailable_reason()
+        if reason is None and not getattr(substrate, "has_host_image", True):
+            reason = "it has no image 'host', which all are timed on"
         if reason is None:
             usable.append(name)
         else:
