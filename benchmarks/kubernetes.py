@@ -62,7 +62,7 @@ async def _engine(**given: Any) -> AsyncIterator[untax.Engine]:
 
 async def _actions(engine: untax.Engine, spec: untax.EnvSpec, label: str, count: int) -> list[Row]:
     async with engine.lease(spec) as box:
-        sandbox: Any = box._sandbox
+        sandbox: Any = box.sandbox
         channel: list[float] = []
         warm: list[float] = []
         inside: list[float] = []
@@ -98,7 +98,7 @@ async def _cold(engine: untax.Engine, spec: untax.EnvSpec, label: str, count: in
         box = await engine.acquire(spec)
         (await box.run(["true"])).check()
         first.append(time.perf_counter() - begin)
-        sandbox: Any = box._sandbox
+        sandbox: Any = box.sandbox
         plane.append(sandbox.control_plane_ns / 1e9)
         gone.append(await _measure.timed(box.release()))
     return [

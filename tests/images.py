@@ -96,10 +96,6 @@ def small_image(substrate: str) -> str:
 
 def tools_image(substrate: str) -> str:
     """With Python, pip, git and curl: the host's own software where it is used in place, some of it where it would be copied as a whole."""
-    if substrate == "kubernetes":
-        from tests import kubehost
-
-        return kubehost.tools_image()
     return f"dir:{tools_directory()}" if isinstance(substrates.load(substrate), Importing) else "host"
 
 
@@ -128,30 +124,6 @@ def _made_once(name: str, build: Callable[[Path], None]) -> Path:
     except OSError:
         shutil.rmtree(making, ignore_errors=True)
         if not ready.exists():  # another test process may have been first
-            raise
-    return ready
-
-
-def tools_directory() -> Path:
-    """The small directory and git, curl and the distribution's Python with pip: for those who have no image `host`."""
-    ready = Path(tempfile.gettempdir()) / f"untax-test-tools-{os.geteuid()}-{_LAYOUT}"
-    if ready.exists():
-        if ready.lstat().st_uid != os.geteuid() or not stat.S_ISDIR(ready.lstat().st_mode):
-            raise RuntimeError(f"{ready} is not ours")
-        return ready
-    making = Path(tempfile.mkdtemp(prefix="untax-test-tools-making-"))
-    making.chmod(0o755)
-    build(making, extra=("curl", "git", "python3"))
-    for tree in ("usr/lib/git-core", f"usr/lib/{Path(os.path.realpath('/usr/bin/python3')).name}", "usr/lib/python3/dist-packages/pip"):
-        ignore = shutil.ignore_patterns("test", "tests", "idlelib", "config-*", "__pycache__", "sitecustomize.py")
-        shutil.copytree(Path("/") / tree, making / tree, symlinks=True, ignore=ignore)
-    loaded = [*(making / "usr/lib").glob("python3*/lib-dynload/*.so"), making / "usr/lib/git-core/git-remote-https"]
-    _copy_libraries(making, set().union(*(_libraries_of(str(one)) for one in loaded)))
-    try:
-        making.rename(ready)
-    except OSError:
-        shutil.rmtree(making, ignore_errors=True)
-        if not ready.exists():
             raise
     return ready
 

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 
 import pytest
-from tests import servers
+from tests import kubehost, servers
 from tests.images import tools_image
 
 from untax import substrates
@@ -13,7 +13,8 @@ from untax import substrates
 @pytest.fixture
 def spec(engine, spec):
     """These need git, curl and Python inside."""
-    return dataclasses.replace(spec, image=tools_image(engine.test_substrate))
+    name = engine.test_substrate
+    return dataclasses.replace(spec, image=kubehost.tools_image() if name == "kubernetes" else tools_image(name))
 
 
 async def test_pip_install_works_through_the_proxy(engine, spec, tmp_path):
