@@ -196,4 +196,4 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(_measure.main("mixed_load", __doc__, measure, count=150, only=("namespace",)))
+    raise SystemExit(_measure.main("mixed_load", __doc__, measure, count=90, only=("namespace",)))
