@@ -5,11 +5,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "agent.h"
+#include "confined.h"
 #include "contained.h"
 #include "dispatch.h"
+#include "init.h"
+#include "io.h"
 #include "launch.h"
 #include "seccomp.h"
 
@@ -17,6 +21,9 @@ static int usage(FILE *to, int status) {
     fputs("cell launcher                   make sandboxes for the engine on the socket given\n"
           "cell agent --stdio [--dir DIR]  serve one channel on standard input and output\n"
           "  --contained [--user USER [--own DIR]…]  as the first process of a container, for a user of it\n"
+          "cell init                       the first process of a virtual machine\n"
+          "cell confined … -- PROGRAM …    start a program that ends with its engine and gains nothing\n"
+          "cell tsc-khz                    print the rate of this processor's counter\n"
           "cell seccomp-table [--names]    print the verdict for each system call\n"
           "cell version\n",
           to);
@@ -61,9 +68,26 @@ static int agent(int argc, char **argv) {
     return agent_main(&opts);
 }
 
+// The rate of the processor's own counter, which an emulated machine without another clock is told.
+static int tsc_khz(void) {
+#if defined(__x86_64__)
+    struct timespec pause = {.tv_nsec = 50000000};
+    uint64_t from = io_now_ns(), began = __builtin_ia32_rdtsc();
+    nanosleep(&pause, NULL);
+    uint64_t ticks = __builtin_ia32_rdtsc() - began, ns = io_now_ns() - from;
+    printf("%llu\n", (unsigned long long)(ticks * 1000000u / ns));
+    return 0;
+#else
+    return 1;
+#endif
+}
+
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
+    if (!strcmp(what, "confined")) return confined_main(argc - 2, argv + 2);
+    if (!strcmp(what, "tsc-khz")) return tsc_khz();
+    if (!strcmp(what, "init")) return init_main();
     if (!strcmp(what, "launcher")) return launcher_main(argc, argv);
     if (!strcmp(what, "seccomp-table")) return seccomp_table_main(argc > 2 && !strcmp(argv[2], "--names"));
     if (!strcmp(what, "version")) {

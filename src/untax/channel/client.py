@@ -261,7 +261,10 @@ class Channel:
             self._resuming = self._loop.create_task(self._resume())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lose("the connection was reset" if exc is not None else "the cell hung up", exc)
+        if isinstance(exc, SandboxLost):  # whoever opened the stream knows better
+            self._lose(exc.message, exc)
+        else:
+            self._lose("the connection was reset" if exc is not None else "the cell hung up", exc)
 
     async def _resume(self) -> None:
         try:

@@ -89,7 +89,7 @@ class Unenforced:
     """Something that was asked for and that this host cannot hold a sandbox to."""
 
     name: str
-    """A field of `Limits`, or `network`."""
+    """A field of `Limits`, `network`, or `isolation`."""
     reason: str
     remedy: str
 
@@ -156,6 +156,8 @@ class Importing(Protocol):
 
     builder: str
     """The substrate in whose sandboxes missing stages are built: what is taken in is then the same everywhere."""
+    takes: Literal["oci", "squashfs"]
+    """As what a chain is written for it."""
 
     @property
     def image_sockets(self) -> Mapping[str, str]:

@@ -88,7 +88,9 @@ class EngineApi:
         self._on_recovery = on_recovery
         self._vigil: asyncio.Task[None] | None = None  # while the engine is taken for frozen
 
-    async def ask(self, method: str, target: str, body: object = None, *, query: Mapping[str, str] | None = None, native: bool = False) -> Any:
+    async def ask(
+        self, method: str, target: str, body: object = None, *, query: Mapping[str, str] | None = None, native: bool = False
+    ) -> Any:
         """What the engine answers, as data; `Refused`, or `BackendError` when nothing came in time. `native` is the engine's own dialect."""
         data = b"" if body is None else json.dumps(body).encode()
         async with self._asking(self.answer_s) as sock:
@@ -160,7 +162,10 @@ class EngineApi:
 
     async def _keep_vigil(self) -> None:
         """Until a question is answered, or the connection ends because the engine was started anew."""
-        with contextlib.suppress(OSError, _Broken, BackendError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        with (
+            contextlib.suppress(OSError, _Broken, BackendError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock,
+        ):
             await self._connect(sock)
             await self._send(sock, "GET", self._target("/_ping", None, native=False), b"", "text/plain")
         self._on_recovery()

@@ -149,7 +149,10 @@ class EngineImages:
     def _check_machine(self, name: str, found: Any) -> None:
         needed, has = _MACHINES.get(platform.machine(), platform.machine()), found.get("Architecture") or ""
         if found.get("Os", "linux") not in ("", "linux") or (has and has != needed):
-            raise StageFailed("image", f"image {name} is for {found.get('Os', 'linux')}/{has}, and this engine runs linux/{needed}; pull or build it for that")
+            raise StageFailed(
+                "image",
+                f"image {name} is for {found.get('Os', 'linux')}/{has}, and this engine runs linux/{needed}; pull or build it for that",
+            )
 
     @contextlib.asynccontextmanager
     async def _alone(self, tag: str) -> AsyncIterator[None]:
@@ -172,7 +175,12 @@ class EngineImages:
     async def _forget_old(self) -> None:
         """Beyond those that are to be kept, the least recently used; one that a container stands on stays."""
         try:
-            names = {tag.rpartition(":")[2] for one in await self._listed() for tag in one.get("RepoTags") or () if tag.startswith(f"{REPOSITORY}:")}
+            names = {
+                tag.rpartition(":")[2]
+                for one in await self._listed()
+                for tag in one.get("RepoTags") or ()
+                if tag.startswith(f"{REPOSITORY}:")
+            }
             when = {tag: self._last_use(tag) for tag in names}
             for tag in sorted(names, key=when.__getitem__)[: max(0, len(names) - self._keep)]:
                 with contextlib.suppress(Refused):

@@ -72,13 +72,16 @@ def make(
     for name, count in (("starts", starts), ("keep_images", keep_images)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"{name} must be a whole number from 1, not {count!r}")
-    return ContainerSubstrate(chosen_state_dir(state_dir), engine, socket, runtime, starts, require_duration("answer_s", answer_s), keep_images)
+    return ContainerSubstrate(
+        chosen_state_dir(state_dir), engine, socket, runtime, starts, require_duration("answer_s", answer_s), keep_images
+    )
 
 
 class ContainerSubstrate:
     name = "container"
     isolation = "container"
     builder = "namespace"
+    takes: Literal["oci", "squashfs"] = "oci"
     binds_late: frozenset[Literal["limits", "user"]] = frozenset({"limits"})
 
     def __init__(
@@ -166,7 +169,9 @@ class ContainerSubstrate:
         try:
             await self._sweep()
         except Refused as exc:
-            raise SubstrateUnavailable("", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?") from exc
+            raise SubstrateUnavailable(
+                "", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?"
+            ) from exc
 
     async def _sweep(self) -> None:
         """Remove what dead engines with this state directory left in the container engine."""
@@ -215,7 +220,9 @@ class ContainerSubstrate:
         for pause_s in (0.0, _SETTLE_S):
             await asyncio.sleep(pause_s)
             with contextlib.suppress(BackendError, Refused):
-                unknown = [one["Id"] for one in await self._list(self._labels) if (one.get("Labels") or {}).get(SANDBOX_LABEL) not in self._live]
+                unknown = [
+                    one["Id"] for one in await self._list(self._labels) if (one.get("Labels") or {}).get(SANDBOX_LABEL) not in self._live
+                ]
                 await self._remove_all(unknown)
 
     # ---- images ----
