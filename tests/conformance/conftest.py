@@ -1,5 +1,7 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check."""
 
+import os
+
 import pytest
 from tests.images import small_image
 
@@ -10,6 +12,8 @@ from untax import substrates
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
 @pytest.fixture(scope="session", params=substrates.names())
 def engine(request, _runner, tmp_path_factory):
+    if request.param == "vm" and os.geteuid() != 0:
+        pytest.skip("vm: emulated machines are slow, so the whole suite has them as root only; tests/security/test_vm.py has some as anyone")
     if reason := substrates.load(request.param).unavailable_reason():
         pytest.skip(f"{request.param}: {reason}")
     engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
