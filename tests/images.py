@@ -1,6 +1,6 @@
 """The images that tests run on: one small directory of ordinary programs, made once and kept in the temporary directory.
 
-The `process` substrate has no root of its own and therefore takes the host's programs; all others get the directory.
+The `process` and `ssh` substrates have no root of their own and therefore take the host's programs; all others get the directory.
 Checks that run on both may use only the programs named here.
 """
 
@@ -76,7 +76,7 @@ _GROUP = "root:x:0:\nuser:x:1000:\nother:x:1001:\nnogroup:x:65534:\n"
 
 def small_image(substrate: str) -> str:
     """The image for conformance checks: the same few megabytes on every substrate that has a root of its own."""
-    return "host" if substrate == "process" else f"dir:{small_directory()}"
+    return "host" if substrate in ("process", "ssh") else f"dir:{small_directory()}"
 
 
 def small_directory() -> Path:

@@ -1,8 +1,10 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check."""
 
+import contextlib
 import os
 
 import pytest
+from tests import sshd
 from tests.images import small_image
 
 import untax
@@ -13,14 +15,18 @@ from untax import substrates
 @pytest.fixture(scope="session", params=substrates.names())
 def engine(request, _runner, tmp_path_factory):
     if request.param == "vm" and os.geteuid() != 0:
-        pytest.skip("vm: emulated machines are slow, so the whole suite has them as root only; tests/security/test_vm.py has some as anyone")
-    if reason := substrates.load(request.param).unavailable_reason():
-        pytest.skip(f"{request.param}: {reason}")
-    engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param)
-    _runner.run(engine.start())
-    engine.test_substrate = request.param
-    yield engine
-    _runner.run(engine.aclose())
+        pytest.skip(
+            "vm: emulated machines are slow, so the whole suite has them as root only; tests/security/test_vm.py has some as anyone"
+        )
+    with contextlib.ExitStack() as stack:
+        options = stack.enter_context(sshd.running(tmp_path_factory.mktemp("sshd"))).options if request.param == "ssh" else {}
+        if reason := substrates.load(request.param, **options).unavailable_reason():
+            pytest.skip(f"{request.param}: {reason}")
+        engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param, **options)
+        _runner.run(engine.start())
+        engine.test_substrate = request.param
+        yield engine
+        _runner.run(engine.aclose())
 
 
 @pytest.fixture
