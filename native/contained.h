@@ -20,6 +20,9 @@ struct contained {
 // Makes the directories, opens the container's own counters of kills and refused forks, and puts its rights away. False: said on standard error.
 bool contained_prepare(struct contained *c, struct agent_opts *opts);
 
+// As `user_lookup` in the sandbox's own file; root is known also where there is none.
+bool user_known(struct span user, struct identity *out);
+
 // What a worker does to become `who`, for good: its rights end, but for the few that "root inside" has. False with errno.
 bool identity_take(const struct identity *who);
 

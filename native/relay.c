@@ -202,7 +202,7 @@ static void attempt(struct connection *c) {
     int failed = fd < 0 || connect(fd, to, c->sixth ? sizeof v6 : sizeof v4) < 0;
 #endif
     if (!failed) connected(c);
-    else if (fd < 0 || errno != EINPROGRESS) attempt_failed(c, c->sixth && errno == EAFNOSUPPORT ? ECONNREFUSED : errno);
+    else if (fd < 0 || errno != EINPROGRESS) attempt_failed(c, c->sixth && (errno == EAFNOSUPPORT || errno == EADDRNOTAVAIL) ? ECONNREFUSED : errno);  // a sandbox without IPv6
     else source_want(&c->connecting, EPOLLOUT);
 }
 

@@ -237,7 +237,7 @@ struct worker *worker_for(struct request *r, struct span user) {
     struct identity who = {0}, own = options->identity ? *options->identity : (struct identity){getuid(), getgid()};
     bool other = false;
     if (user.size) {
-        if (!user_lookup("/etc/passwd", user, &who)) {
+        if (!user_known(user, &who)) {
             request_fail(r, E_GONE, 0, "no such user: %.*s", (int)user.size, name);
             return NULL;
         }

@@ -33,13 +33,24 @@ class Docker:
         self.containerd = home / "exec" / "containerd" / "containerd.sock"
         self._cgroup = f"/untax-test-{os.getpid()}"
         self._log = (home / "log").open("wb")
-        self._daemon = subprocess.Popen(
+        self._daemon = self._begin()
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        home = self.home
+        return subprocess.Popen(
             # Should the run itself be killed, the engine must not outlive it.
             ["setpriv", "--pdeathsig", "TERM", "--", "dockerd", "--host", f"unix://{self.socket}", "--pidfile", home / "pid",
              "--data-root", home / "data", "--exec-root", home / "exec", "--storage-driver", "overlay2", "--cgroup-parent", self._cgroup,
              "--iptables=false", "--ip6tables=false", "--bridge=none", "--default-ulimit", "nofile=1024:1024"],
             stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT, cwd="/",
         )  # fmt: skip
+
+    def restart(self) -> None:
+        """After it was killed: another one over the same directories."""
+        for note in ("pid", "exec/containerd/containerd.pid"):  # of processes that may still stand as zombies
+            (self.home / note).unlink(missing_ok=True)
+        self._daemon = self._begin()
+        self.wait_ready()
 
     def wait_ready(self) -> None:
         deadline = time.monotonic() + _START_S

@@ -9,8 +9,14 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
+import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from untax import substrates
+from untax.core.substrate import Importing
 
 PROGRAMS = [
     "bash",
@@ -63,6 +69,11 @@ PROGRAMS = [
     "wc",
     "yes",
 ]
+# Besides, where hostile cases are run. Those that a machine lacks are left out.
+TOOLS = [
+    "chattr", "chrt", "cmp", "curl", "dmesg", "fallocate", "getent", "git", "ionice", "ipcmk", "ipcs", "kill", "mknod", "mount", "nice",
+    "nsenter", "prlimit", "ps", "su", "umount", "unshare", "xargs",
+]  # fmt: skip
 _LAYOUT = 4  # part of the cached directory's name: raise it when what is built changes
 
 _PASSWD = """\
@@ -79,9 +90,23 @@ def small_image(substrate: str) -> str:
     return "host" if substrate in ("process", "ssh") else f"dir:{small_directory()}"
 
 
+def tools_image(substrate: str) -> str:
+    """With Python, pip, git and curl: the host's own software where it is used in place, some of it where it would be copied as a whole."""
+    return f"dir:{tools_directory()}" if isinstance(substrates.load(substrate), Importing) else "host"
+
+
 def small_directory() -> Path:
     """A root file system of a few programs and their libraries, readable by everyone."""
-    ready = Path(tempfile.gettempdir()) / f"untax-test-image-{os.geteuid()}-{_LAYOUT}"
+    return _made_once(f"untax-test-image-{os.geteuid()}-{_LAYOUT}", build)
+
+
+def tools_directory() -> Path:
+    """The small one with the running Python, git, curl and what hostile cases use."""
+    return _made_once(f"untax-test-tools-{os.geteuid()}-{_LAYOUT}", build_tools)
+
+
+def _made_once(name: str, build: Callable[[Path], None]) -> Path:
+    ready = Path(tempfile.gettempdir()) / name
     if ready.exists():
         # Someone else's directory under our name would run as our image.
         if ready.lstat().st_uid != os.geteuid() or not stat.S_ISDIR(ready.lstat().st_mode):
@@ -126,6 +151,55 @@ def build(root: Path) -> None:
         if not where.exists():
             where.parent.mkdir(parents=True, exist_ok=True)
             where.symlink_to(os.path.relpath(root / "usr/lib", os.path.realpath(where.parent)))
+
+
+def build_tools(root: Path) -> None:
+    build(root)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    library = Path(sysconfig.get_paths()["stdlib"])
+    where = root / "usr/local/lib" / version
+    unwanted = (
+        "__pycache__",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "turtledemo",
+        "tkinter",
+        "site-packages",
+        "dist-packages",
+        "config-*",
+        "*.a",
+    )
+    shutil.copytree(library, where, ignore=shutil.ignore_patterns(*unwanted), symlinks=True)
+    # pip as a package of its own: from the wheel that every Python carries, wherever its distribution put that.
+    wheel = next(iter([*library.glob("ensurepip/_bundled/pip-*.whl"), *Path("/usr/share/python-wheels").glob("pip-*.whl")]), None)
+    if wheel is not None:
+        shutil.unpack_archive(wheel, where / "site-packages", "zip")
+    (root / "usr/local/bin").mkdir(parents=True)
+    python = root / "usr/local/bin/python3"
+    shutil.copy2(os.path.realpath(sys.executable), python)
+    (python.parent / "python").symlink_to("python3")
+    programs = [str(found) for name in TOOLS if (found := shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin"))]
+    remote = Path("/usr/lib/git-core/git-remote-https")
+    if remote.exists():
+        programs.append(str(remote))
+    for program in programs:
+        target = root / ("usr/lib/git-core" if "git-core" in program else "usr/bin") / Path(program).name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy2(os.path.realpath(program), target)
+    extensions = [str(one) for one in (where / "lib-dynload").glob("*.so")]
+    libraries = set().union(*(_libraries_of(one) for one in [os.path.realpath(sys.executable), *programs, *extensions]))
+    for one in libraries:
+        target = root / "usr/lib" / Path(one).name
+        if not target.exists():
+            shutil.copy2(os.path.realpath(one), target)
+    for one in libraries:
+        place = root / Path(one).parent.relative_to("/")
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(os.path.relpath(root / "usr/lib", os.path.realpath(place.parent)))
 
 
 def _libraries_of(program: str) -> set[str]:

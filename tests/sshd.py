@@ -44,7 +44,7 @@ def running(place: Path) -> Iterator[Sshd]:
     config.write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {place}/host_key\nAuthorizedKeysFile {place}/authorized_keys\nPidFile none\n"
         "StrictModes no\nUsePAM no\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin prohibit-password\n"
-        "MaxStartups 100\nMaxSessions 100\nPrintMotd no\n"
+        "KexAlgorithms curve25519-sha256\nMaxStartups 100\nMaxSessions 100\nPrintMotd no\n"
     )
     process = subprocess.Popen([program, "-D", "-e", "-f", config], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -57,6 +57,12 @@ def running(place: Path) -> Iterator[Sshd]:
     finally:
         process.terminate()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    with running(tmp_path_factory.mktemp("sshd")) as one:
+        yield one
 
 
 def _wait_port(port: int) -> None:

@@ -65,6 +65,12 @@ class Imports(Grounds):
         self._taken.pop(_recipe(spec), None)
         super().forget(spec)
 
+    async def discard(self, spec: EnvSpec) -> None:
+        """Have the substrate give up what it took in for `spec`."""
+        ground = self._taken.pop(_recipe(spec), None)
+        if ground is not None:
+            await self._substrate.discard(ground.root)
+
     def close(self) -> None:
         self._taken.clear()
         super().close()

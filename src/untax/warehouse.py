@@ -134,6 +134,11 @@ class Warehouse:
             raise UsageError(f"substrate {self._engine.substrate.name!r} has no layers: nothing can be built ahead of a lease")
         return await self._grounds.prepare(spec, progress)
 
+    async def discard(self, spec: EnvSpec) -> None:
+        """What a substrate took in for `spec`, where it takes things in: for who leaves nothing behind."""
+        if isinstance(self._grounds, Imports):
+            await self._grounds.discard(spec)
+
     def forget(self, request: Request) -> None:
         if self._grounds is not None and request.snapshot is None and request.ground is None:
             self._grounds.forget(request.spec)

@@ -1,32 +1,32 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check."""
 
-import contextlib
 import os
 
 import pytest
-from tests import sshd
+from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
+from tests.sshd import sshd  # noqa: F401
+from tests.variants import VARIANTS, options_of
 
 import untax
 from untax import substrates
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=substrates.names())
+@pytest.fixture(scope="session", params=VARIANTS, ids=str)
 def engine(request, _runner, tmp_path_factory):
-    if request.param == "vm" and os.geteuid() != 0:
+    if request.param.substrate == "vm" and os.geteuid() != 0:
         pytest.skip(
             "vm: emulated machines are slow, so the whole suite has them as root only; tests/security/test_vm.py has some as anyone"
         )
-    with contextlib.ExitStack() as stack:
-        options = stack.enter_context(sshd.running(tmp_path_factory.mktemp("sshd"))).options if request.param == "ssh" else {}
-        if reason := substrates.load(request.param, **options).unavailable_reason():
-            pytest.skip(f"{request.param}: {reason}")
-        engine = untax.Engine(request.param, state_dir=tmp_path_factory.mktemp("state") / request.param, **options)
-        _runner.run(engine.start())
-        engine.test_substrate = request.param
-        yield engine
-        _runner.run(engine.aclose())
+    name, options = request.param.substrate, options_of(request)
+    if reason := substrates.load(name, **options).unavailable_reason():
+        pytest.skip(f"{name}: {reason}")
+    engine = untax.Engine(name, state_dir=tmp_path_factory.mktemp("state") / name, **options)
+    _runner.run(engine.start())
+    engine.test_substrate = name
+    yield engine
+    _runner.run(engine.aclose())
 
 
 @pytest.fixture

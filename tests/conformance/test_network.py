@@ -5,14 +5,15 @@ import shutil
 
 import pytest
 from tests import servers
+from tests.images import tools_image
 
 from untax import substrates
 
 
 @pytest.fixture
-def spec(spec):
+def spec(engine, spec):
     """These need git, curl and Python inside."""
-    return dataclasses.replace(spec, image="host")
+    return dataclasses.replace(spec, image=tools_image(engine.test_substrate))
 
 
 async def test_pip_install_works_through_the_proxy(engine, spec, tmp_path):

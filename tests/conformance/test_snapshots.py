@@ -37,10 +37,10 @@ class Bench:
 def bench(request, _runner, tmp_path_factory):
     if request.param != "fake":
         substrate = substrates.load(request.param)
-        if reason := substrate.unavailable_reason():
-            pytest.skip(f"{request.param}: {reason}")
         if not isinstance(substrate, Layered):
             pytest.skip(f"the substrate {request.param!r} has no layers")
+        if reason := substrate.unavailable_reason():
+            pytest.skip(f"{request.param}: {reason}")
     bench = Bench(request.param, tmp_path_factory.mktemp("snapshots") / "state")
     _runner.run(bench.engine.start())
     yield bench

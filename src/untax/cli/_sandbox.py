@@ -15,6 +15,9 @@ from untax.core.spec import ISOLATION_LEVELS
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the sandbox")
     group.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how it is run (default: %(default)s)")
+    group.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the substrate's own, as engine=podman; repeatable"
+    )
     group.add_argument("--image", default="host", help="what it stands on: host, or dir:PATH (default: %(default)s)")
     group.add_argument("--isolation", choices=ISOLATION_LEVELS, help="weakest boundary accepted (default: the substrate's own)")
     group.add_argument(
@@ -51,7 +54,21 @@ def spec_of(arguments: argparse.Namespace) -> untax.EnvSpec:
 
 
 def engine_of(arguments: argparse.Namespace) -> untax.Engine:
-    return untax.Engine(arguments.substrate, state_dir=arguments.state_dir, limits=arguments.limits)
+    return untax.Engine(arguments.substrate, state_dir=arguments.state_dir, limits=arguments.limits, **_options(arguments.option))
+
+
+def _options(given: list[str]) -> dict[str, Any]:
+    """Numbers are numbers, anything else is text; whether the substrate has such an option, it says itself."""
+    options: dict[str, Any] = {}
+    for item in given:
+        name, has_value, value = item.partition("=")
+        if not has_value or not name.isidentifier() or name in ("state_dir", "limits", "substrate"):
+            raise UsageError(f"--option {item}: write NAME=VALUE")
+        try:
+            options[name] = float(value) if "." in value else int(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def _network(given: list[str] | None) -> Any:

@@ -19,6 +19,7 @@ from untax import substrates
 from untax.cli import EXIT_NO
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError
+from untax.core.spec import EnvSpec
 from untax.core.substrate import Diagnosing, said_together
 from untax.meter import host
 from untax.substrates._host import chosen_state_dir
@@ -62,10 +63,25 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
 async def _tried(name: str, state_dir: Path) -> list[str]:
     """What came of one sandbox on the file system of the state directory, in a directory of its own."""
     with tempfile.TemporaryDirectory(prefix=".untax-doctor-", dir=host.existing(state_dir)) as scratch:
-        async with untax.Engine(name, state_dir=scratch) as engine, engine.lease(wait_s=_TRIAL_PATIENCE_S) as box:
-            (await box.run(["true"], timeout_s=_TRIAL_PATIENCE_S)).check()
-    lines = [f"tried: a sandbox was made, ran a command and was removed in {box.ledger.total_s * 1e3:.1f} ms"]
+        async with untax.Engine(name, state_dir=scratch) as engine:
+            # An image that has to be taken in is an empty one here: the host's own software would be copied as a whole.
+            nothing = EnvSpec(image=f"dir:{_empty(scratch)}", isolation=engine.substrate.isolation) if engine.importing else None
+            async with engine.lease(nothing, wait_s=_TRIAL_PATIENCE_S) as box:
+                if nothing is None:
+                    (await box.run(["true"], timeout_s=_TRIAL_PATIENCE_S)).check()
+                else:
+                    await box.list("/")
+            if nothing is not None:
+                await engine.warehouse.discard(nothing)
+    what = "ran a command" if nothing is None else "answered"
+    lines = [f"tried: a sandbox was made, {what} and was removed in {box.ledger.total_s * 1e3:.1f} ms"]
     return lines + [f"not enforced: {names}: {reason}; {remedy}" for names, reason, remedy in said_together(box.ledger.unenforced)]
+
+
+def _empty(scratch: str) -> Path:
+    place = Path(scratch) / "image"
+    place.mkdir()
+    return place
 
 
 def _show(found: list[dict[str, Any]], findings: list[host.Finding]) -> None:

@@ -172,6 +172,9 @@ class Importing(Protocol):
         `export` writes a chain to a file as an image with a name and labels, and is called in a thread of its own.
         """
 
+    async def discard(self, root: Root) -> None:
+        """Give up what was taken in, unless a sandbox stands on it. Safe to call twice."""
+
     async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> Sandbox:
         """As `create`, over a root that one of the others gave, whatever `spec.image` says."""
 

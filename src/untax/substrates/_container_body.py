@@ -20,7 +20,7 @@ _MIB = 1 << 20
 # The cell's own: to make directories for its user, to become one of the users inside, and to end its workers' bounding set.
 # Workers for others than root have none of them, for root the first six.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "SETGID", "SETUID", "SETPCAP")
-_CELL_PROCESSES = 4  # the agent and its workers are counted with the workload
+_CELL_PROCESSES = 2  # the agent and its worker are counted with the workload
 _CPU_PERIOD_US = 100_000
 _SHM_BYTES = 64 * _MIB
 _MASKED = [
@@ -92,6 +92,7 @@ def docker_body(wanted: Wanted, profile: Mapping[str, Any]) -> dict[str, Any]:
         "AttachStdout": True,
         "AttachStderr": True,
         "Healthcheck": {"Test": ["NONE"]},
+        "StopSignal": "SIGKILL",  # as the first process the cell is deaf to others, and an engine would wait for it
         "HostConfig": host,
     }
 
@@ -117,6 +118,7 @@ def podman_body(wanted: Wanted, profile_path: str) -> dict[str, Any]:
         "init": False,
         "systemd": "false",
         "stop_timeout": 0,
+        "stop_signal": 9,
         "log_configuration": {"driver": "none"},
         "healthconfig": {"Test": ["NONE"]},
         "netns": {"nsmode": "none"},

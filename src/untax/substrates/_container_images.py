@@ -75,7 +75,7 @@ class EngineImages:
             await self._api.send_tar(
                 "PUT", f"/containers/{container}/archive", io.BytesIO(data), len(data), query={"path": "/"}, patience_s=self._api.answer_s
             )
-            query = {"container": container, "repo": REPOSITORY, "tag": tag, "pause": "0", "comment": "untax: the cell", "changes": ""}
+            query = {"container": container, "repo": REPOSITORY, "tag": tag, "pause": "0", "comment": "untax: the cell"}
             await self._api.ask("POST", "/commit", {"Labels": {LABEL: tag}}, query=query)
         except Refused as exc:
             raise StageUnavailable("image", f"the cell could not be put into {image}: {exc}") from exc
@@ -120,6 +120,10 @@ class EngineImages:
         for line in said if isinstance(said, list) else [said]:
             if isinstance(line, dict) and line.get("error"):
                 raise StageUnavailable("image", f"{self._api.engine} did not take the image in: {line['error']}")
+
+    async def discard(self, image: str) -> None:
+        with contextlib.suppress(Refused):  # not there, or in use
+            await self._api.ask("DELETE", f"/images/{image}", query={"force": "false"})
 
     # ---- inside ----
 

@@ -214,16 +214,22 @@ class ContainerSandbox:
 async def remove_container(api: EngineApi, container: str) -> None:
     """Kill and remove it with its volumes; return once it is gone. That it is gone already, or going, is as good."""
     query = {"force": "true", "v": "true", **({"timeout": "0"} if api.engine == "podman" else {})}
-    try:
-        await api.ask("DELETE", f"/containers/{container}", query=query, native=True)
-    except Refused as exc:
-        if exc.status == 404 or "no such container" in exc.words.lower() or "no container with" in exc.words.lower():
+    for is_last in (False, False, True):
+        try:
+            await api.ask("DELETE", f"/containers/{container}", query=query, native=True)
             return
-        if exc.status != 409 and "in progress" not in exc.words:
-            raise
-        # It ended by itself at the same moment and the engine is about it: this returns with its end.
-        with contextlib.suppress(Refused):
-            await api.ask("POST", f"/containers/{container}/wait", query={"condition": "removed"})
+        except Refused as exc:
+            words = exc.words.lower()
+            if exc.status == 404 or "no such container" in words or "no container with" in words:
+                return
+            if "in progress" in words:
+                # It ended by itself at the same moment and the engine is about it: this returns with its end.
+                with contextlib.suppress(Refused):
+                    await api.ask("POST", f"/containers/{container}/wait", query={"condition": "removed"})
+                return
+            # Podman finds it running, then cannot kill it because it has just ended; now it can be removed.
+            if is_last or "state improper" not in words:
+                raise
 
 
 class _Kept:

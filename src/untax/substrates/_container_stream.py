@@ -11,6 +11,7 @@ from untax.core.stream import Receiver
 
 _HEADER = 8  # which stream, three zeros, and how many bytes in four, the highest first
 _STDOUT = 1
+_PLAIN = b"\1\0\0\0"
 _SAID_MAX = 4096
 
 
@@ -23,9 +24,9 @@ class Pieces:
         self._is_output = True
 
     def feed(self, data: bytes) -> list[tuple[bool, bytes]]:
-        if not self._left and not self._head and len(data) > _HEADER:  # nearly always: one answer in one piece
-            if data[0] == _STDOUT and int.from_bytes(data[4:_HEADER]) == len(data) - _HEADER:
-                return [(True, data[_HEADER:])]
+        is_fresh = not self._left and not self._head and len(data) > _HEADER
+        if is_fresh and data[:4] == _PLAIN and int.from_bytes(data[4:_HEADER]) == len(data) - _HEADER:
+            return [(True, data[_HEADER:])]  # nearly always: one answer in one piece
         found: list[tuple[bool, bytes]] = []
         at = 0
         while at < len(data):

@@ -20,6 +20,8 @@ _LOW = 0xFFFFFFFF
 _NAMESPACES = 0x7E020000  # CLONE_NEW* but for time
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _AF_NETLINK = 16
+# Said once more by name: engines before Docker 23 know no other default than EPERM, and glibc starts no thread when it gets that here.
+_ABSENT = ["clone3"]
 _PERSONALITIES = (0, 0x0008, 0x20000, 0xFFFFFFFF)  # Linux, its 32-bit form, an old version number, and the question
 
 
@@ -38,18 +40,20 @@ def profile_of(verdicts: Iterable[Iterable[str]]) -> dict[str, Any]:
     names: dict[str, list[str]] = {}
     for name, verdict in verdicts:
         names.setdefault(verdict, []).append(name)
-    rules = [_rule(names.get("allow", []), []), _rule(names.get("eperm", []), None)]
+    rules = [_rule(names.get("allow", []), []), _refusal(names.get("eperm", []), errno.EPERM), _refusal(_ABSENT, errno.ENOSYS)]
     for verdict, conditions in _CONDITIONS.items():
         for name in names.get(verdict, []):
             rules += [_rule([name], condition) for condition in conditions]
     return {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": errno.ENOSYS, "syscalls": [rule for rule in rules if rule["names"]]}
 
 
-def _rule(names: list[str], condition: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Allowed where all of `condition` holds; refused without one."""
-    if condition is None:
-        return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EPERM, "args": []}
+def _rule(names: list[str], condition: list[dict[str, Any]]) -> dict[str, Any]:
+    """Allowed where all of `condition` holds."""
     return {"names": names, "action": "SCMP_ACT_ALLOW", "args": condition}
+
+
+def _refusal(names: list[str], error: int) -> dict[str, Any]:
+    return {"names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": error, "args": []}
 
 
 def _masked(index: int, mask: int, value: int) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from untax.core.stage import WORKDIR
 from untax.core.substrate import Unenforced
 from untax.substrates._container_api import EngineApi, EngineKind, Refused, find_socket, socket_trouble
 from untax.substrates._container_body import Wanted, docker_body, podman_body
+from untax.substrates._container_evidence import lines_about
 from untax.substrates._container_images import EngineImages, Export
 from untax.substrates._container_sandbox import ContainerSandbox, remove_container
 from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, sweep
@@ -139,7 +140,7 @@ class ContainerSubstrate:
         found = self._find()
         if isinstance(found, str):
             return []
-        return [f"{found[0]} at {found[1]}"]
+        return lines_about(*found)
 
     # ---- its life ----
 
@@ -178,10 +179,8 @@ class ContainerSubstrate:
         left: dict[str, list[str]] = {}
         for one in await self._list({STATE_LABEL: str(self._state_dir)}):
             left.setdefault((one.get("Labels") or {}).get(OWNER_LABEL, ""), []).append(one["Id"])
-        dead: list[str] = []
-        await asyncio.to_thread(sweep, self._root, lambda path: (dead.append(path.name), remove_tree(path)))
-        gone = {owner for owner in left if not (self._root / owner).is_dir()}
-        for owner in gone.union(dead) & set(left):
+        await asyncio.to_thread(sweep, self._root, remove_tree)  # the directories of the dead; ours and other living ones' stay
+        for owner in [owner for owner in left if not owner or not (self._root / owner).is_dir()]:
             log.info("removing %d containers of the engine %s, which is no more", len(left[owner]), owner)
             await self._remove_all(left[owner])
 
@@ -244,6 +243,9 @@ class ContainerSubstrate:
         assert self._holding is not None
         return await self.images.take_in(key, root, export, self._holding.path)
 
+    async def discard(self, root: Root) -> None:
+        await self.images.discard(root.layers[-1])
+
     # ---- sandboxes ----
 
     async def create(self, spec: EnvSpec) -> ContainerSandbox:
@@ -290,12 +292,22 @@ class ContainerSubstrate:
     async def _ask_for(self, wanted: Wanted) -> Any:
         if self.api.engine == "docker":
             return await self.api.ask("POST", "/containers/create", docker_body(wanted, self._profile), query={"name": wanted.name})
-        return await self.api.ask("POST", "/containers/create", podman_body(wanted, str(self._profile_path)), native=True)
+        made = await self.api.ask("POST", "/containers/create", podman_body(wanted, str(self._profile_path)), native=True)
+        if self._runtime is not None:
+            await self._require_runtime(made["Id"])
+        return made
+
+    async def _require_runtime(self, container: str) -> None:
+        """Some Podmans take the service's own without a word: a boundary is never weaker than its name."""
+        has = (await self.api.ask("GET", f"/containers/{container}/json", native=True)).get("OCIRuntime")
+        if has != self._runtime:
+            await remove_container(self.api, container)
+            raise UsageError(f"runtime {self._runtime!r}: podman gave {has!r}; start its service with --runtime {self._runtime}")
 
     def _create_error(self, sandbox_id: str, image: str, exc: Refused) -> Exception:
         if "runtime" in exc.words.lower() and self._runtime is not None:
             return UsageError(f"runtime {self._runtime!r}: {exc.words}; `{self.api.engine} info` lists those that the engine knows")
-        if exc.status == 404:
+        if exc.status == 404 or "image not known" in exc.words:
             return CreateError(sandbox_id, f"the engine has the image {image[:19]} no more: {exc.words}; the next lease makes it anew")
         return CreateError(sandbox_id, f"{self.api.engine}: {exc}")
 

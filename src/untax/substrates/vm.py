@@ -222,6 +222,10 @@ class VmSubstrate:
             os.utime(path, (time.time(), path.stat().st_mtime))  # when it was last used; when it was made is part of what it is
         return replace(root, layers=(str(path),), views=())
 
+    async def discard(self, root: Root) -> None:
+        """Machines that have the disk open keep it until they end; saved ones that stood on it are never found again, and go in their turn."""
+        await asyncio.to_thread(Path(root.layers[-1]).unlink, missing_ok=True)
+
     def _alone(self, what: str) -> asyncio.Lock:
         return self._busy.setdefault(what, asyncio.Lock())
 

@@ -1,0 +1,46 @@
+"""Each substrate in each form that the suites run it in: containers on a Docker and on a Podman of the run's own, SSH to an sshd of its own.
+
+Where engines of our own cannot be started (they need root) a rootless one that listens already serves; without one the checks are skipped.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from untax import substrates
+from untax.substrates._container_api import find_socket
+
+# What a substrate is run on, where it can be run on several things.
+_ENGINES = {"container": ("docker", "podman")}
+
+
+@dataclass(frozen=True)
+class Variant:
+    substrate: str
+    engine: str | None = None
+
+    def __str__(self) -> str:
+        return self.substrate if self.engine is None else f"{self.substrate}-{self.engine}"
+
+
+VARIANTS = [Variant(name, engine) for name in substrates.names() for engine in _ENGINES.get(name, (None,))]
+
+
+def options_of(request: pytest.FixtureRequest, variant: Variant | None = None) -> dict[str, Any]:
+    """What `substrates.load` is given besides the name. Starts the engine of the whole run when it is the first to be asked for."""
+    chosen = variant or request.param
+    if chosen.substrate == "ssh":
+        options: dict[str, Any] = request.getfixturevalue("sshd").options
+        return options
+    engine = chosen.engine
+    return {} if engine is None else {"engine": engine, "socket": socket_of(request, engine)}
+
+
+def socket_of(request: pytest.FixtureRequest, engine: str) -> str:
+    if os.geteuid() != 0:
+        there = find_socket(engine, os.environ)
+        return there if there is not None else pytest.skip(f"only root can start {engine} for a test, and no rootless one listens")
+    own = request.getfixturevalue(engine)  # skips when it cannot be started
+    return str(own.socket if engine == "docker" else own.serve())
