@@ -24,8 +24,8 @@ from untax.core.substrate import Diagnosing, said_together
 from untax.meter import host
 from untax.substrates._host import chosen_state_dir
 
-# A sandbox takes milliseconds; the first one of a state directory makes its images as well.
-_TRIAL_PATIENCE_S = 30.0
+# A sandbox takes milliseconds, an emulated machine some seconds; the first one of a state directory makes its images as well.
+_TRIAL_PATIENCE_S = 120.0
 _MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "bad": "BAD "}
 
 
