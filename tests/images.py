@@ -124,6 +124,21 @@ def _made_once(name: str, build: Callable[[Path], None]) -> Path:
     return ready
 
 
+def image_with_sshd(root: Path) -> Path:
+    """The same programs and an sshd, in a directory that is made."""
+    sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+    if sshd is None:
+        raise RuntimeError("no sshd here; apt install openssh-server")
+    root.mkdir()
+    build(root)
+    shutil.copy2(sshd, root / "usr/bin/sshd")
+    for library in _libraries_of(sshd):
+        target = root / "usr/lib" / Path(library).name
+        if not target.exists():
+            shutil.copy2(os.path.realpath(library), target)
+    return root
+
+
 def build(root: Path) -> None:
     for name in ("usr/bin", "usr/lib", "etc", "root", "home/user", "home/other", "tmp", "var/tmp", "proc", "dev", "run", "workspace"):
         (root / name).mkdir(parents=True)
@@ -142,9 +157,9 @@ def build(root: Path) -> None:
         (root / "usr/bin" / name).chmod(0o755)
         libraries |= _libraries_of(found)
     for library in libraries:
-        target = root / "usr/lib" / Path(library).name
-        shutil.copy2(os.path.realpath(library), target)
-        target.chmod(0o755)
+        copied = root / "usr/lib" / Path(library).name
+        shutil.copy2(os.path.realpath(library), copied)
+        copied.chmod(0o755)
     # The loader looks in the distribution's own directories; one link serves them all.
     for library in libraries:
         where = root / Path(library).parent.relative_to("/")

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 from tests import hostview, leftovers
-from tests.images import small_image
+from tests.images import image_with_sshd, small_image
 
 import untax
 from untax import substrates
+from untax.core.substrate import Incumbent
 
 READY_S = 150.0
 
@@ -188,6 +189,25 @@ async def test_c13_two_machines_of_one_saved_machine_differ(vms, spec):
     assert all(a != b for a, b in zip(*told, strict=True)), told
 
 
+# ---- as people do it today ----
+
+
+async def test_an_sshd_in_the_image_gives_the_incumbent_path(place, tmp_path, as_root):
+    """One fresh ssh an action, with the same result as the held channel; without an sshd that is not offered."""
+    spec = untax.EnvSpec(image=f"dir:{image_with_sshd(tmp_path / 'image')}", isolation="vm")
+    async with untax.Engine("vm", state_dir=place / "state", ready_s=READY_S, sshd="/usr/bin/sshd") as engine, engine.lease(spec) as box:
+        argv = ["sh", "-c", "echo out; echo err >&2; pwd; id -un; exit 3"]
+        held = await box.run(argv)
+        assert isinstance(box._sandbox, Incumbent)
+        fresh = await box._sandbox.run_incumbent(argv, timeout_s=120)
+
+    assert (fresh.exit_code, fresh.stdout, fresh.stderr) == (held.exit_code, held.stdout, held.stderr) == (3, held.stdout, b"err\n")
+
+
+async def test_without_an_sshd_there_is_no_incumbent_path(box):
+    assert not isinstance(box._sandbox, Incumbent)
+
+
 # ---- what fails ----
 
 
@@ -239,7 +259,7 @@ async def test_x_a_damaged_saved_machine_is_dropped_and_made_anew(vms, spec, pla
 async def test_x_a_damaged_disk_is_dropped_and_made_anew(vms, spec, place, as_root):
     async with vms.lease(spec):
         pass
-    (disk,) = (path for path in (place / "state/vm/chains").iterdir() if path.suffix == ".squashfs")
+    disk = max((place / "state/vm/chains").glob("*.squashfs"), key=lambda path: path.stat().st_atime)
     disk.write_bytes(b"\0" * disk.stat().st_size)
     with pytest.raises(untax.CreateError, match=r"(?s)damaged.*the next lease makes it anew"):
         await vms.acquire(spec)
@@ -290,6 +310,7 @@ async def test_leases_leave_nothing_behind(vms, spec, place):
         ({"machine": "toaster"}, "machine must be one of"),
         ({"accel": "magic"}, "accel must be one of"),
         ({"start": "warm"}, "start must be one of"),
+        ({"sshd": "sshd"}, "absolute path"),
         ({"keep": 0}, "keep must be a whole number"),
     ],
 )

@@ -44,6 +44,8 @@ class Host:
     qemu: str
     machine: MachineKind
     accel: Accel
+    has_second: bool = False
+    """Whether its machines have a second channel, to an agent of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Machines:
         """Blocking: what machines boot, where they can read it, whoever they run as, and nobody can write to it."""
         self._kernel_fd, self._initramfs_fd = sealed("untax-kernel", kernel.image.read_bytes()), sealed("untax-initramfs", initramfs)
         self._identity = f"{kernel.identity} {hashlib.sha256(initramfs).hexdigest()} {qemu_version(self.host.qemu)}"
-        self._command_line = _COMMAND_LINE
+        self._command_line = _COMMAND_LINE + (" untax.second" if self.host.has_second else "")
         if self.host.accel == "tcg":
             self._command_line += " mitigations=off"  # against what a processor does ahead of time, and an emulated one does not
             if self.host.machine == "microvm":
@@ -130,6 +132,7 @@ class Machines:
 
     def _plan(self, name: str, limits: Limits) -> Plan:
         plan = Plan(self._hardware(limits), f"untax-{name}", self._kernel_fd, self._initramfs_fd, f"{self._command_line} -- init")
+        plan.has_second = self.host.has_second
         if self._ids is not None:
             # Each machine's process has a user id of its own: what escapes into one meets no other.
             plan.uid = (self._ids.first + self._next_id % self._ids.count) << 16

@@ -73,6 +73,8 @@ class Plan:
     """Whether what is written to memory goes to `ram_fd`, or stays the machine's own."""
     state_fd: int = -1
     """Where a saved machine goes on from; -1: it boots."""
+    has_second: bool = False
+    """Whether there is another channel, to an agent of its own."""
     uid: int | None = None
     groups: Sequence[int] = ()
 
@@ -118,8 +120,10 @@ class Qemu:
         channel: socket.socket,
         monitor: socket.socket,
         on_end: Callable[[], None],
+        second: socket.socket | None = None,
     ) -> None:
         self.channel = channel
+        self.second = second
         self.control = control
         control.setblocking(False)
         self.monitor = Monitor(monitor, self._event)
@@ -154,7 +158,8 @@ class Qemu:
         arguments += ["-chardev", f"ringbuf,id=console,size={_CONSOLE_BYTES}", "-serial", "chardev:console"]
         arguments += ["-device", f"virtio-serial-{device},id=ports,max_ports=4"]
         control, channel, monitor = wiring.pair("control"), wiring.pair("channel"), wiring.pair("monitor")
-        for number, name in ((1, "control"), (2, "channel")):
+        second = wiring.pair("second") if plan.has_second else None
+        for number, name in enumerate(("control", "channel", *(["second"] if plan.has_second else [])), 1):
             arguments += ["-device", f"virtserialport,bus=ports.0,nr={number},chardev={name},name=untax.{name}"]
         arguments += ["-mon", "chardev=monitor,mode=control"]
         if plan.base_fd >= 0:
@@ -180,13 +185,14 @@ class Qemu:
                 stderr=subprocess.PIPE,
             )
         except OSError as exc:
-            for one in (control, channel, monitor):
-                one.close()
+            for one in (control, channel, monitor, second):
+                if one is not None:
+                    one.close()
             raise BackendError("", f"QEMU cannot be started: {exc.strerror}") from exc
         finally:
             for its in wiring.theirs:
                 its.close()
-        started = cls(process, control, channel, monitor, on_end)
+        started = cls(process, control, channel, monitor, on_end, second)
         if plan.state_fd >= 0:
             started.monitor.tell("migrate-set-capabilities", capabilities=_WITHOUT_MEMORY)
             started.monitor.tell("migrate-incoming", uri=f"fd:{plan.state_fd}")
@@ -292,6 +298,8 @@ class Qemu:
             await self._exited.wait()
         self.monitor.close()
         self.control.close()
+        if self.second is not None:
+            self.second.close()
         if self.process.stderr is not None:
             self.process.stderr.close()
 

@@ -27,16 +27,17 @@ from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.stage import WORKDIR
-from untax.core.substrate import Unenforced
+from untax.core.substrate import Facts, Unenforced
 from untax.substrates._claims import RangeClaim
 from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, is_host_root, sweep
 from untax.substrates._namespace_sandbox import HOME, facts_of
 from untax.substrates._vm_boot import Kernel, find_kernel, initramfs
 from untax.substrates._vm_files import SavedMachines, mke2fs
-from untax.substrates._vm_machines import Host, Machines
+from untax.substrates._vm_machines import Host, Machines, Started
 from untax.substrates._vm_probe import Probed, probed, qemu_path, qemu_version
 from untax.substrates._vm_qemu import Accel, MachineKind
 from untax.substrates._vm_sandbox import Birth, VmSandbox
+from untax.substrates._vm_ssh import VmSshSandbox
 
 log = logging.getLogger("untax.vm")
 
@@ -59,13 +60,15 @@ def make(
     start: Literal["restored", "cold"] = "restored",
     kernel: str | None = None,
     qemu: str | None = None,
+    sshd: str | None = None,
     starts: int | None = None,
     ready_s: float = _READY_S,
     keep: int = _KEEP,
 ) -> VmSubstrate:
     """`accel="auto"` uses KVM when a probe has booted with it. `start="cold"` boots every machine instead of restoring a saved one.
 
-    `kernel` is a bzImage, by default the newest in /boot with its modules. At most `starts` machines come up at once, each within
+    `kernel` is a bzImage, by default the newest in /boot with its modules. `sshd` is the path of one in the images that are used: with it a
+    sandbox has the incumbent path too, one fresh `ssh` an action. At most `starts` machines come up at once, each within
     `ready_s`; `keep` is how many saved machines are kept.
     """
     for name, value, known in (
@@ -78,7 +81,11 @@ def make(
     for name, count in (("starts", starts), ("keep", keep)):
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
             raise UsageError(f"{name} must be a whole number from 1, not {count!r}")
-    return VmSubstrate(chosen_state_dir(state_dir), machine, accel, start, kernel, qemu, starts, require_duration("ready_s", ready_s), keep)
+    if sshd is not None and not os.path.isabs(sshd):
+        raise UsageError(f"sshd must be an absolute path inside the images, as '/usr/sbin/sshd', not {sshd!r}")
+    return VmSubstrate(
+        chosen_state_dir(state_dir), machine, accel, start, kernel, qemu, sshd, starts, require_duration("ready_s", ready_s), keep
+    )
 
 
 class VmSubstrate:
@@ -95,6 +102,7 @@ class VmSubstrate:
         start: Literal["restored", "cold"],
         kernel: str | None,
         qemu: str | None,
+        sshd: str | None,
         starts: int | None,
         ready_s: float,
         keep: int,
@@ -106,6 +114,7 @@ class VmSubstrate:
         self._is_cold = start == "cold"
         self._kernel = kernel
         self._qemu = qemu
+        self._sshd = sshd
         self._starts = starts or max(1, os.cpu_count() or 1)
         self._ready_s = ready_s
         self._keep = keep
@@ -178,7 +187,9 @@ class VmSubstrate:
         saved = SavedMachines(self._root / "saved", self._keep)
         assert self._holding is not None
         ids = await asyncio.to_thread(RangeClaim, self._state_dir) if is_host_root() else None
-        self._machines = Machines(Host(qemu, self._machine, accel), self._holding.path, saved, ids, self._ready_s, self._died)
+        self._machines = Machines(
+            Host(qemu, self._machine, accel, self._sshd is not None), self._holding.path, saved, ids, self._ready_s, self._died
+        )
         await asyncio.to_thread(self._machines.load, kernel, ram_disk)
 
     async def _choose(self, qemu: str, kernel: Kernel, ram_disk: bytes) -> Accel:
@@ -248,10 +259,16 @@ class VmSubstrate:
         async with self._starting:
             started = await (machines.booted if self._is_cold else machines.restored)(sandbox_id, base, spec.limits)
         unenforced = (_EMULATED,) if machines.host.accel == "tcg" else ()
-        sandbox = VmSandbox(started, birth, facts, unenforced, self._ready_s, self._forget)
+        sandbox = self._sandbox(started, birth, facts, unenforced)
         self._live[sandbox_id] = sandbox
         self._note(sandbox)
         return sandbox
+
+    def _sandbox(self, started: Started, birth: Birth, facts: Facts, unenforced: tuple[Unenforced, ...]) -> VmSandbox:
+        if self._sshd is None:
+            return VmSandbox(started, birth, facts, unenforced, self._ready_s, self._forget)
+        assert self._holding is not None
+        return VmSshSandbox(started, birth, facts, unenforced, self._ready_s, self._forget, sshd=self._sshd, place=self._holding.path)
 
     def _died(self, sandbox_id: str) -> None:
         if (sandbox := self._live.get(sandbox_id)) is not None:
