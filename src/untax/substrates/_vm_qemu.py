@@ -27,6 +27,8 @@ Accel = Literal["kvm", "tcg"]
 
 _CONSOLE_BYTES = 64 << 10  # what QEMU keeps of what a guest prints, however much that is; a power of two
 _CONSOLE_SHOWN = 2000
+_WORDS_MAX = 64 << 10  # that a guest may say on its control port
+_MONITOR_MAX = 1 << 20  # of one message; a whole console is 90 KB
 _TRANSLATED_MIB = 128  # emulation keeps translated code; QEMU's own choice is a gigabyte
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 # A saved machine does not hold its memory, which is given to whoever goes on from it; that it is saved is told by an event.
@@ -201,7 +203,7 @@ class Qemu:
     # ---- what it says ----
 
     async def wait_line(self) -> str | None:
-        """The next line that the cell inside says on its control port; None when the machine ends instead."""
+        """The next line that the cell inside says on its control port; None when the machine ends instead, nothing when it rambles."""
         while b"\n" not in self._heard:
             reading = asyncio.ensure_future(self._loop.sock_recv(self.control, 4096))
             ending = asyncio.ensure_future(self.ended.wait())
@@ -221,6 +223,8 @@ class Qemu:
                 await self.ended.wait()
                 return None
             self._heard += data
+            if len(self._heard) > _WORDS_MAX:
+                return ""
         line, _, self._heard = self._heard.partition(b"\n")
         return line.decode(errors="replace")
 
@@ -371,9 +375,14 @@ class Monitor:
             return
         self._buffer += data
         *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            if line.strip():
-                self._take(json.loads(line))
+        try:
+            if len(self._buffer) > _MONITOR_MAX:
+                raise ValueError
+            for line in lines:
+                if line.strip():
+                    self._take(json.loads(line))
+        except (ValueError, TypeError, AttributeError):  # not QMP: whoever broke out into it is not listened to
+            self.close()
 
     def _take(self, message: Mapping[str, Any]) -> None:
         if "event" in message:
