@@ -191,21 +191,20 @@ struct birth_words {
 };
 
 static void reseed(const char *hex) {
-    struct {
-        struct rand_pool_info info;
-        uint8_t bytes[SEED_MAX];
-    } seed = {0};
+    _Alignas(struct rand_pool_info) uint8_t room[sizeof(struct rand_pool_info) + SEED_MAX] = {0};
+    struct rand_pool_info *seed = (struct rand_pool_info *)room;
+    uint8_t *bytes = (uint8_t *)seed->buf;
     size_t size = strlen(hex) / 2;
     if (size > SEED_MAX) size = SEED_MAX;
     for (size_t i = 0; i < size; i++) {
         char pair[3] = {hex[2 * i], hex[2 * i + 1], 0};
-        seed.bytes[i] = (uint8_t)strtoul(pair, NULL, 16);
+        bytes[i] = (uint8_t)strtoul(pair, NULL, 16);
     }
-    seed.info.entropy_count = (int)size * 8;
-    seed.info.buf_size = (int)size;
+    seed->entropy_count = (int)size * 8;
+    seed->buf_size = (int)size;
     autoclose int fd = open("/dev/urandom", O_RDWR | O_CLOEXEC);
     // The second makes the generator use what the first gave: otherwise it goes on for minutes with the state that every restored machine has.
-    if (fd < 0 || ioctl(fd, RNDADDENTROPY, &seed) || ioctl(fd, RNDRESEEDCRNG, 0)) give_up("random seed");
+    if (fd < 0 || ioctl(fd, RNDADDENTROPY, seed) || ioctl(fd, RNDRESEEDCRNG, 0)) give_up("random seed");
 }
 
 static void set_clock(const char *text) {
