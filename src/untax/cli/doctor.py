@@ -20,12 +20,12 @@ from untax.cli import EXIT_NO
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError
 from untax.core.spec import EnvSpec
-from untax.core.substrate import Diagnosing, said_together
+from untax.core.substrate import Diagnosing, Reluctant, said_together
 from untax.meter import host
 from untax.substrates._host import chosen_state_dir
 
-# A sandbox takes milliseconds, an emulated machine some seconds; the first one of a state directory makes its images as well.
-_TRIAL_PATIENCE_S = 120.0
+# A sandbox takes milliseconds; the first one of a state directory makes its images as well.
+_TRIAL_PATIENCE_S = 30.0
 _MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "bad": "BAD "}
 
 
@@ -50,7 +50,7 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     substrate = substrates.load(name)
     reason = substrate.unavailable_reason()
     evidence = list(substrate.evidence()) if isinstance(substrate, Diagnosing) else []
-    if reason is None:
+    if reason is None and not (isinstance(substrate, Reluctant) and substrate.is_slow_to_try):
         try:
             evidence += asyncio.run(_tried(name, state_dir))
         except UntaxError as exc:

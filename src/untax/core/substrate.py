@@ -220,6 +220,15 @@ class Diagnosing(Protocol):
 
 
 @runtime_checkable
+class Reluctant(Protocol):
+    """A substrate that may be too slow on this machine to be tried by the way."""
+
+    @property
+    def is_slow_to_try(self) -> bool:
+        """Whether one sandbox takes seconds; its evidence then says how to try one on purpose."""
+
+
+@runtime_checkable
 class Incumbent(Protocol):
     """A sandbox that can also run a command the way its users do today, one exec at a time."""
 

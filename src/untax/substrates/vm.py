@@ -146,14 +146,26 @@ class VmSubstrate:
             lines.append(qemu_version(qemu) or f"{qemu} does not run")
         if isinstance(kernel, Kernel):
             lines.append(f"kernel for guests: {kernel.image} ({kernel.release})")
-        if qemu is not None and isinstance(kernel, Kernel) and cell_missing_reason() is None:
-            probe = self._probe(qemu, kernel, initramfs(kernel))
+        if (probe := self._looked()) is not None:
             lines.append(f"KVM: {'works' if probe.works else 'is not used'}: {probe.words}")
             if not probe.works:
                 lines.append(
                     "machines are emulated (TCG): some ten times slower, and without QEMU's promise of a boundary; use a host with working KVM"
                 )
+                lines.append("not tried, because that takes some seconds: untax run --substrate vm -- uname -r")
         return lines
+
+    @property
+    def is_slow_to_try(self) -> bool:
+        probe = self._looked()
+        return probe is None or not probe.works
+
+    def _looked(self) -> Probed | None:
+        """What is known of KVM here; None when there is nothing to find out with."""
+        qemu, kernel = qemu_path(self._qemu), find_kernel(self._kernel)
+        if qemu is None or isinstance(kernel, str) or cell_missing_reason() is not None:
+            return None
+        return self._probe(qemu, kernel, initramfs(kernel))
 
     def _probe(self, qemu: str, kernel: Kernel, ram_disk: bytes) -> Probed:
         with contextlib.suppress(BackendError, UsageError):
