@@ -50,14 +50,21 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     substrate = substrates.load(name)
     reason = substrate.unavailable_reason()
     evidence = list(substrate.evidence()) if isinstance(substrate, Diagnosing) else []
-    if reason is None and not (isinstance(substrate, Reluctant) and substrate.is_slow_to_try):
+    if reason is None:
+        is_slow = isinstance(substrate, Reluctant) and substrate.is_slow_to_try
         try:
-            evidence += asyncio.run(_tried(name, state_dir))
+            evidence += _looked_at(state_dir) if is_slow else asyncio.run(_tried(name, state_dir))
         except UntaxError as exc:
             reason = f"tried, and failed: {exc}"
         except OSError as exc:
             reason = f"state directory {state_dir}: {exc.strerror}; name another with --state-dir"
     return {"name": name, "isolation": substrate.isolation, "usable": reason is None, "reason": reason, "evidence": evidence}
+
+
+def _looked_at(state_dir: Path) -> list[str]:
+    """For what is too slow to be tried by the way: that there is a place for its sandboxes at least."""
+    with tempfile.TemporaryDirectory(prefix=".untax-doctor-", dir=host.existing(state_dir)):
+        return []
 
 
 async def _tried(name: str, state_dir: Path) -> list[str]:
