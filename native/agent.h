@@ -16,6 +16,7 @@ struct agent_opts {
     int pids_events_fd;           // its "max N" counter of refused forks; -1: none
     struct birth *birth;          // shared with the default worker; NULL: none
     const struct identity *identity;  // whom a worker that is forked acts as by default; NULL: as the agent itself
+    int work_join;                // cgroup.procs of the group that workers which are forked join; 0: none
     const char *workdir;          // until CONFIGURE says otherwise
     bool is_init;                 // PID 1 of a pid namespace
     const char *held_name;        // the streams come to this abstract socket and may break; NULL: the channel is the stream

@@ -7,12 +7,15 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "agent.h"
+#include "confined.h"
 #include "contained.h"
 #include "dispatch.h"
 #include "held.h"
+#include "init.h"
 #include "io.h"
 #include "launch.h"
 #include "output.h"
@@ -29,6 +32,9 @@ static int usage(FILE *to, int status) {
           "cell agent --held NAME [--patience SECONDS] [--cut] [--dir DIR]  the same on streams that `cell join NAME` brings\n"
           "cell join NAME                  bring standard input and output to such an agent\n"
           "cell cut                        take all network interfaces down but the loopback\n"
+          "cell init                       the first process of a virtual machine\n"
+          "cell confined … -- PROGRAM …    start a program that ends with its engine and gains nothing\n"
+          "cell tsc-khz                    print the rate of this processor's counter\n"
           "cell seccomp-table [--names]    print the verdict for each system call\n"
           "cell version\n",
           to);
@@ -120,11 +126,28 @@ static int agent(int argc, char **argv) {
     return agent_main(&opts);
 }
 
+// The rate of the processor's own counter, which an emulated machine without another clock is told.
+static int tsc_khz(void) {
+#if defined(__x86_64__)
+    struct timespec pause = {.tv_nsec = 50000000};
+    uint64_t from = io_now_ns(), began = __builtin_ia32_rdtsc();
+    nanosleep(&pause, NULL);
+    uint64_t ticks = __builtin_ia32_rdtsc() - began, ns = io_now_ns() - from;
+    printf("%llu\n", (unsigned long long)(ticks * 1000000u / ns));
+    return 0;
+#else
+    return 1;
+#endif
+}
+
 int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
     if (!strcmp(what, "join") && argc == 3) return join_main(argv[2]);
     if (!strcmp(what, "cut") && argc == 2) return cut_main();
+    if (!strcmp(what, "confined")) return confined_main(argc - 2, argv + 2);
+    if (!strcmp(what, "tsc-khz")) return tsc_khz();
+    if (!strcmp(what, "init")) return init_main();
     if (!strcmp(what, "launcher")) return launcher_main(argc, argv);
     if (!strcmp(what, "seccomp-table")) return seccomp_table_main(argc > 2 && !strcmp(argv[2], "--names"));
     if (!strcmp(what, "version")) {

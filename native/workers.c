@@ -102,6 +102,7 @@ static struct worker *adopt(int fd, const char *user, size_t size, int pid, stru
 }
 
 static void become_worker(int sock, const struct identity *who, struct birth *birth) {
+    if (options->work_join > 0 && write(options->work_join, "0", 1) != 1) _exit(1);
     // Everything of the agent goes: above all the channel, and pipes that would otherwise never end.
     int fd = dup3(sock, 3, O_CLOEXEC) < 0 ? sock : 3;
     if (close_range(4, ~0u, 0) < 0)

@@ -1,6 +1,6 @@
 """The images that tests run on: one small directory of ordinary programs, made once and kept in the temporary directory.
 
-The `process` substrate has no root of its own and therefore takes the host's programs; all others get the directory.
+The `process` and `ssh` substrates have no root of their own and therefore take the host's programs; all others get the directory.
 Checks that run on both may use only the programs named here.
 """
 
@@ -91,7 +91,7 @@ def small_image(substrate: str) -> str:
     """The image for conformance checks: the same few megabytes on every substrate that has a root of its own."""
     if substrate == "kubernetes":
         return KUBERNETES_IMAGE
-    return "host" if substrate == "process" else f"dir:{small_directory()}"
+    return "host" if substrate in ("process", "ssh") else f"dir:{small_directory()}"
 
 
 def tools_image(substrate: str) -> str:
@@ -126,6 +126,21 @@ def _made_once(name: str, build: Callable[[Path], None]) -> Path:
         if not ready.exists():  # another test process may have been first
             raise
     return ready
+
+
+def image_with_sshd(root: Path) -> Path:
+    """The same programs and an sshd, in a directory that is made."""
+    sshd = shutil.which("sshd", path="/usr/sbin:/usr/bin")
+    if sshd is None:
+        raise RuntimeError("no sshd here; apt install openssh-server")
+    root.mkdir()
+    build(root)
+    shutil.copy2(sshd, root / "usr/bin/sshd")
+    for library in _libraries_of(sshd):
+        target = root / "usr/lib" / Path(library).name
+        if not target.exists():
+            shutil.copy2(os.path.realpath(library), target)
+    return root
 
 
 def build(root: Path, extra: tuple[str, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Each substrate in each form that the suites run it in: containers on a Docker and on a Podman of the run's own.
+"""Each substrate in each form that the suites run it in: containers on a Docker and on a Podman of the run's own, SSH to an sshd of its own.
 
 Where engines of our own cannot be started (they need root) a rootless one that listens already serves; without one the checks are skipped.
 """
@@ -34,7 +34,11 @@ VARIANTS = [Variant(name, engine) for name in substrates.names() for engine in _
 
 def options_of(request: pytest.FixtureRequest, variant: Variant | None = None) -> dict[str, Any]:
     """What `substrates.load` is given besides the name. Starts the engine of the whole run when it is the first to be asked for."""
-    engine = (variant or request.param).engine
+    chosen = variant or request.param
+    if chosen.substrate == "ssh":
+        options: dict[str, Any] = request.getfixturevalue("sshd").options
+        return options
+    engine = chosen.engine
     return {} if engine is None else {"engine": engine, "socket": socket_of(request, engine)}
 
 

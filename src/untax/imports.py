@@ -94,7 +94,7 @@ class Imports(Grounds):
     def _export(self, root: Root, target: Path, name: str, labels: Mapping[str, str]) -> None:
         from untax.layers.export import Options, export
 
-        export(self.store, root, target, "oci", Options(name=name, labels=labels))
+        export(self.store, root, target, self._substrate.takes, Options(name=name, labels=labels, packing="lz4"))
 
 
 def source_finder(substrate: Importing, cache: Path) -> Callable[[str], Source | InPlace]:

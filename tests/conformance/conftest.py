@@ -1,7 +1,6 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-`served` is the engine of `untax serve` in another process: what concerns lifecycles and streams is checked over it too, with UNTAX_SERVED=1
-everything is.
+`served` is the engine of `untax serve` in another process.
 """
 
 import os
@@ -11,25 +10,37 @@ from tests import kubehost
 from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
 from tests.serving import ended, started
+from tests.sshd import sshd  # noqa: F401
 from tests.variants import VARIANTS, Variant, options_of
 
 import untax
 from untax import substrates
 
 SERVED = Variant("namespace", is_served=True)
-SERVED_MODULES = {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"}
+# What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
+FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
+MODULES = {
+    "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
+    "container-podman": {*FEW, "test_environment", "test_stages"},
+    "kubernetes": FEW,
+    "ssh": FEW,
+    "vm": FEW,
+}
 
 
 @pytest.hookimpl
 def pytest_collection_modifyitems(config, items):
-    if not os.environ.get("UNTAX_SERVED"):
-        over = [item for item in items if is_served(item) and item.path.stem not in SERVED_MODULES]
-        config.hook.pytest_deselected(items=over)
-        items[:] = [item for item in items if item not in set(over)]
+    if os.environ.get("UNTAX_CONFORMANCE") == "all":
+        return
+    over = {item for item in items if _is_left_out(item)}
+    config.hook.pytest_deselected(items=list(over))
+    items[:] = [item for item in items if item not in over]
 
 
-def is_served(item):
-    return getattr(item, "callspec", None) is not None and item.callspec.params.get("engine") == SERVED
+def _is_left_out(item):
+    variant = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    modules = MODULES.get(str(variant)) if isinstance(variant, Variant) else None
+    return modules is not None and item.path.stem not in modules
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
@@ -39,6 +50,8 @@ def engine(request, _runner, tmp_path_factory):
     if name == "kubernetes":
         yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
         return
+    if name == "vm" and os.geteuid() != 0:
+        pytest.skip("vm: emulated machines are slow, so this suite has them as root only; tests/security/test_vm.py has some as anyone")
     options = options_of(request)
     if reason := substrates.load(name, **options).unavailable_reason():
         pytest.skip(f"{name}: {reason}")

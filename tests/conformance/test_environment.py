@@ -118,6 +118,8 @@ async def test_the_working_directory_can_be_written(box):
 
 async def test_a_weaker_boundary_than_asked_for_is_refused(engine, spec):
     """A level may be unavailable; it may not be silently weaker than its name."""
+    if spec.isolation == "vm":
+        pytest.skip(f"the substrate {engine.test_substrate!r} has no boundary above its own")
     with pytest.raises(untax.UntaxError) as caught:
         await engine.acquire(dataclasses.replace(spec, isolation="vm"))
 

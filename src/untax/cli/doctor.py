@@ -20,7 +20,7 @@ from untax.cli import EXIT_NO
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError
 from untax.core.spec import EnvSpec
-from untax.core.substrate import Diagnosing, said_together
+from untax.core.substrate import Diagnosing, Reluctant, said_together
 from untax.meter import host
 from untax.substrates._host import chosen_state_dir
 
@@ -53,13 +53,20 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     if reason is None and not getattr(substrate, "has_host_image", True):
         evidence.append("not tried: it has no image of its own to try with; name one: Engine(…).lease(EnvSpec(image=…))")
     elif reason is None:
+        is_slow = isinstance(substrate, Reluctant) and substrate.is_slow_to_try
         try:
-            evidence += asyncio.run(_tried(name, state_dir))
+            evidence += _looked_at(state_dir) if is_slow else asyncio.run(_tried(name, state_dir))
         except UntaxError as exc:
             reason = f"tried, and failed: {exc}"
         except OSError as exc:
             reason = f"state directory {state_dir}: {exc.strerror}; name another with --state-dir"
     return {"name": name, "isolation": substrate.isolation, "usable": reason is None, "reason": reason, "evidence": evidence}
+
+
+def _looked_at(state_dir: Path) -> list[str]:
+    """For what is too slow to be tried by the way: that there is a place for its sandboxes at least."""
+    with tempfile.TemporaryDirectory(prefix=".untax-doctor-", dir=host.existing(state_dir)):
+        return []
 
 
 async def _tried(name: str, state_dir: Path) -> list[str]:

@@ -91,7 +91,7 @@ class Unenforced:
     """Something that was asked for and that this host cannot hold a sandbox to."""
 
     name: str
-    """A field of `Limits`, or `network`."""
+    """A field of `Limits`, `network`, or `isolation`."""
     reason: str
     remedy: str
 
@@ -200,6 +200,8 @@ class Importing(Protocol):
 
     builder: str
     """The substrate in whose sandboxes missing stages are built: what is taken in is then the same everywhere."""
+    takes: Literal["oci", "squashfs"]
+    """As what a chain is written for it."""
 
     @property
     def image_sockets(self) -> Mapping[str, str]:
@@ -259,6 +261,15 @@ class Diagnosing(Protocol):
 
     def evidence(self) -> Sequence[str]:
         """What was looked at and found, one line each; shown by `untax doctor`."""
+
+
+@runtime_checkable
+class Reluctant(Protocol):
+    """A substrate that may be too slow on this machine to be tried by the way."""
+
+    @property
+    def is_slow_to_try(self) -> bool:
+        """Whether one sandbox takes seconds; its evidence then says how to try one on purpose."""
 
 
 @runtime_checkable

@@ -167,7 +167,7 @@ def _kvm() -> Finding:
         return Finding("KVM", "note", "no /dev/kvm", "virtual machines would be emulated; enable nested virtualisation")
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return Finding("KVM", "note", "/dev/kvm is not yours", "add your user to the kvm group")
-    return Finding("KVM", "ok", "/dev/kvm is usable")
+    return Finding("KVM", "ok", "/dev/kvm opens; whether it runs a guest, only a probe tells (see the substrate vm)")
 
 
 def _smt() -> Finding:

@@ -83,6 +83,7 @@ class ContainerSubstrate:
     name = "container"
     isolation = "container"
     builder = "namespace"
+    takes: Literal["oci", "squashfs"] = "oci"
     binds_late: frozenset[Literal["limits", "user"]] = frozenset({"limits"})
 
     def __init__(

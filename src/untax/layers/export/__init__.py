@@ -45,6 +45,8 @@ class Options:
     """oci: false for what exists on this machine only, which the image then says of itself."""
     init: bytes | None = None
     """initramfs: the program that the kernel starts, as /init."""
+    packing: Literal["gzip", "lz4"] = "gzip"
+    """squashfs: small, or quick to write and to read."""
     free_mib: int = 64
     """ext4: room to write."""
 
@@ -85,7 +87,7 @@ def export(
 
 def _write(job: Job, path: Path, to: Format, options: Options, store: LayerStore) -> None:
     if to == "squashfs":
-        write_squashfs(job, path)
+        write_squashfs(job, path, options.packing)
     elif to == "ext4":
         with store.draft() as draft:
             write_ext4(job, path, scratch=draft.tree, free_bytes=options.free_mib * _MIB)

@@ -33,7 +33,7 @@ _SAID_AT_MOST = 2000  # bytes of a tool's own words
 # ---- squashfs ----
 
 
-def write_squashfs(job: Job, target: Path) -> None:
+def write_squashfs(job: Job, target: Path, packing: str) -> None:
     """Make the file `target`, which must not exist yet. Two of the same layers differ in one date: the tool puts its own on the top."""
     tool = _tool("mksquashfs", "squashfs-tools")
     top = next(_items(job.uncounted()))
@@ -42,7 +42,21 @@ def write_squashfs(job: Job, target: Path) -> None:
     # Its words go to a file, not a pipe, which nobody would read while everything is written.
     with tempfile.TemporaryFile() as words:
         packer = subprocess.Popen(
-            [tool, "-", target, "-tar", "-noappend", "-no-progress", "-quiet", "-mkfs-time", "0", "-root-mode", f"{top.mode:o}"],
+            [
+                tool,
+                "-",
+                target,
+                "-tar",
+                "-comp",
+                packing,
+                "-noappend",
+                "-no-progress",
+                "-quiet",
+                "-mkfs-time",
+                "0",
+                "-root-mode",
+                f"{top.mode:o}",
+            ],
             stdin=subprocess.PIPE,
             stdout=words,
             stderr=subprocess.STDOUT,
