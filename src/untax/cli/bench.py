@@ -27,6 +27,7 @@ from untax.cli import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
 from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
+from untax.core.substrate import Reluctant
 from untax.meter import plan as plans
 from untax.meter import run as runs
 from untax.meter import summary as summaries
@@ -183,7 +184,7 @@ def _usable() -> list[str]:
     for name in substrates.names():
         substrate = substrates.load(name)
         reason = substrate.unavailable_reason()
-        if reason is None and getattr(substrate, "is_emulated", False):
+        if reason is None and isinstance(substrate, Reluctant) and substrate.is_slow_to_try:
             reason = f"it would be emulated here, which is measured on request only: --substrate {name}"
         if reason is None and not getattr(substrate, "has_host_image", True):
             reason = "it has no image 'host', which all are timed on"
