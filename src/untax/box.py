@@ -295,7 +295,7 @@ class Box(ABC):
     # ---- actions ----
 
     async def _act(self, call: Call[T], name: str = "action") -> T:
-        channel = self._channel or self._live()
+        channel = (self._channel if self._over is None else None) or self._live()
         clock = self._clock
         start_ns = clock()
         try:
@@ -343,7 +343,7 @@ class Box(ABC):
 
     def _live(self) -> Channel:
         channel = self._channel
-        if channel is None:
+        if channel is None or self._over is not None:
             raise SandboxLost(self.id, self._over or "it is being reset")
         return channel
 

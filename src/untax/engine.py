@@ -120,10 +120,15 @@ class Engine(Leasing):
             await self._open_pool()
         except BaseException:
             self._state = "closed"
-            if isinstance(self.substrate, Service):
-                await self.finish(self.chore(self.substrate.aclose()))
+            await self.finish(self.chore(self._give_start_up()))
             raise
         self._state = "running"
+
+    async def _give_start_up(self) -> None:
+        self._warehouse.let_go()
+        await self._warehouse.aclose()
+        if isinstance(self.substrate, Service):
+            await self.substrate.aclose()
 
     async def _open_pool(self) -> None:
         record = PoolRecord(self._warehouse.state_dir / "pools", self.substrate.name) if self._has_state else None
@@ -151,6 +156,7 @@ class Engine(Leasing):
             if isinstance(outcome, BaseException):
                 log.warning("while closing: %s: %s", type(outcome).__name__, outcome)
         if self._pooling is not None:
+            await self._pooling.wait_bound()
             await self._pooling.driver.wait_closed()
         await self._wait_chores()
         if self._record is not None:
@@ -250,6 +256,7 @@ class Engine(Leasing):
         """What is settled when a sandbox is created, so that one which was made ahead serves only leases with the same."""
         return (
             None if "limits" in self._late else spec.limits,
+            spec.limits.disk_mib if "limits" in self._late and "disk" not in self._late else None,
             None if "user" in self._late else spec.user,
             None if spec.repo is not None or spec.setup else spec.workdir,
         )

@@ -44,6 +44,8 @@ class Pooling:
         self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
         self._warm: dict[tuple[Recipe, tuple[object, ...]], str] = {}  # uppermost stage keys of what is kept ready
         self._in_place: set[str] = set()  # stages that are in no store because they need none
+        self._binding: set[Standby] = set()  # being handed out, each in the task of whoever asked for it
+        self._none_binding: asyncio.Future[None] | None = None
         layered = engine.warehouse.has_stages
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
             self, options, shares_stages=layered, upgrades_in_place=not layered, costs=costs
@@ -60,6 +62,7 @@ class Pooling:
         grant = await driver.acquire(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s)
         while True:
             standby, order = grant.entry, grant.order
+            self._binding.add(standby)
             try:
                 began_ns = self._account(ledger, watch, grant)
                 if order.missing:
@@ -83,6 +86,18 @@ class Pooling:
                 driver.counted(grant, (watch.last_ns - began_ns) / 1e9)
                 asyncio.get_running_loop().call_soon(driver.confirm, grant)
                 return
+            finally:
+                self._binding.discard(standby)
+                if self._none_binding is not None and not self._binding and not self._none_binding.done():
+                    self._none_binding.set_result(None)
+
+    async def wait_bound(self) -> None:
+        """No hand-out is under way any more: each is cut off, or it would last as long as what is done inside."""
+        for standby in self._binding:
+            standby.close()
+        while self._binding:
+            self._none_binding = asyncio.get_running_loop().create_future()
+            await self._none_binding
 
     def _account(self, ledger: Ledger, watch: Stopwatch, grant: Grant[Standby]) -> int:
         """What came before it was handed out; gives when that was."""
@@ -185,13 +200,14 @@ class Pooling:
         engine, watch = self._engine, Stopwatch(self._engine.clock)
         inside = () if engine.warehouse.has_stages else tuple(stage.name for stage in order.stages[2:])
         spans: list[tuple[str, int, int]] = []
+        network = request.spec.network
         if order.ticket is None:
             request = request.neutral(order.stages)
         ground, built = await self._ground(request, is_urgent=order.ticket is not None)
         if built:
             spans.append(("setup", *watch.part()))
         try:
-            standby = await raise_up(engine, request.neutral() if inside else request, ground, watch)
+            standby = await raise_up(engine, request.neutral() if inside else request, ground, watch, network=network)
         except CreateError:
             engine.warehouse.forget(request)  # perhaps what was at hand is there no more: it is looked for again
             self.forget(request.spec)
@@ -211,14 +227,14 @@ class Pooling:
                 await standby.bind(request.spec, is_proven=True)
                 await standby.rehearse()  # nobody waits for it
         except BaseException:
-            await engine.finish(engine.chore(self.destroy(standby)))
+            await engine.finish(engine.chore(standby.leave()))  # the pool has not heard of it yet
             raise
         standby.spans = spans
         self.driver.costs.observe("create", created_s)
         self._learn(standby.built, order.stages)
         standby.on_lost = self._died
         if standby.channel is not None and standby.channel.is_lost:
-            await engine.finish(engine.chore(self.destroy(standby)))
+            await engine.finish(engine.chore(standby.leave()))  # the pool has not heard of it yet
             raise SandboxLost(standby.sandbox.id, "it died as soon as it was there")
         return standby
 

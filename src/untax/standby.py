@@ -21,7 +21,7 @@ from untax.core.errors import (
 )
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Network
 from untax.core.stage import Stage, StageName
 from untax.core.substrate import Describing, Enforcing, Explaining, Facts, Rebindable, Sandbox, Unenforced, UserBinding
 from untax.ground import Ground
@@ -133,12 +133,13 @@ class Standby:
         self.close()
         if self.configuration is not None:
             self.configuration = None
-            await self.engine.destroy(self.sandbox, self.ground)
+            await self.engine.finish(self.engine.chore(self.engine.destroy(self.sandbox, self.ground)))  # also when cancelled meanwhile
 
     def become(self, other: Standby) -> None:
         """Take another's sandbox in place of its own, which has left."""
         self.sandbox, self.ground, self.bound, self.channel = other.sandbox, other.ground, other.bound, other.channel
         self.facts, self.unenforced, self.configuration = other.facts, other.unenforced, other.configuration
+        self._plain = None
         other.on_lost = lambda _, lost: self.lost(lost)
 
     # ---- late binding ----
@@ -155,6 +156,7 @@ class Standby:
                 await self._bind_limits(bound)
             if bound.user != was.user:
                 await self._bind_user(bound.user)
+            if bound.user != was.user or bound.workdir != was.workdir:
                 self._plain = None
             self.bound = bound
         is_plain = spec.network == "none" and not spec.env
@@ -267,10 +269,17 @@ class Standby:
 
 
 async def raise_up(
-    engine: Engine, request: Request, ground: Ground | None, watch: Stopwatch, *, seen: Callable[[Standby], None] | None = None
+    engine: Engine,
+    request: Request,
+    ground: Ground | None,
+    watch: Stopwatch,
+    *,
+    network: Network | None = None,
+    seen: Callable[[Standby], None] | None = None,
 ) -> Standby:
     """A sandbox over `ground`, configured for the request. Without `seen`, what it took is given back when it fails; otherwise `seen` is
     called as soon as there is a sandbox and again when there is a channel, raises when it is not wanted any more, and frees it.
+    `network` is the policy of the leases that it is for, where the request has none yet.
     """
     spec = request.spec
     bound = engine.warehouse.bound(spec, ground.root.config) if ground is not None else spec
@@ -284,7 +293,7 @@ async def raise_up(
             standby.unenforced = tuple(sandbox.unenforced)
             engine.check_enforced(sandbox, standby.unenforced)
         await sandbox.wait_ready()
-        standby.channel = engine.channel_over(await sandbox.open_channel(), sandbox.id, spec.network, standby.lost)
+        standby.channel = engine.channel_over(await sandbox.open_channel(), sandbox.id, network or spec.network, standby.lost)
         if seen is not None:
             seen(standby)
         if isinstance(sandbox, Describing):

@@ -112,9 +112,10 @@ class Tenancy(Box):
         if self._request.files or self._standing.root != ground.root or not channel.is_idle:
             return False
         try:
-            return await cast("LayeredSandbox", self._sandbox).is_pristine()
+            is_pristine = await cast("LayeredSandbox", self._sandbox).is_pristine()
         except SubstrateError:
             return False  # not proven
+        return is_pristine and channel is self._channel and channel.is_idle  # nothing was begun while it was looked at
 
     async def snapshot(self, *, live: bool = False) -> Snapshot:
         """Freeze the files as they are now; the sandbox goes on. `engine.fork` and `engine.restore` begin from it.
@@ -202,19 +203,21 @@ class Tenancy(Box):
 
     async def take_over(self, standby: Standby, watch: Stopwatch, *, is_proven: bool) -> None:
         """Make a sandbox of the pool this lease's own. `SandboxLost` when it is dead, and then nothing of it is kept."""
-        standby.on_lost = self._lost
+        standby.on_lost = None  # until it is this lease's, its death is for the pool: another one is handed out
         try:
             await standby.bind(self.spec, is_proven=is_proven)
+            self._ledger.add("ready", *watch.part())
+            if self._request.files:
+                await standby.write(self._request.files)
+                self._ledger.add("setup", *watch.part())
             self._check_wanted()
+            channel = standby.open_channel()
+            if channel.is_lost:
+                raise SandboxLost(standby.sandbox.id, channel.lost_reason or "it died while it was handed out")
             self._adopt(standby)
             if standby.ground is not None:
                 self._ground = standby.ground.hold()
-            if self._request.files:
-                self._ledger.add("ready", *watch.part())
-                await standby.write(self._request.files)
-                self._ledger.add("setup", *watch.part())
-            else:
-                self._ledger.add("ready", *watch.part())
+            standby.on_lost = self._lost
         except BaseException:
             self._sandbox = self._channel = self._standing = self._standby = None
             self._give_ground_up()
@@ -237,10 +240,10 @@ class Tenancy(Box):
 
     async def is_untouched(self) -> bool:
         """Whether nothing was ever asked of the sandbox, and nothing has happened in it, as far as that can be proven."""
-        standby = self._standby
-        if standby is None or self._channel is not standby.channel:
-            return False  # its channel was handed to another process, and nobody here knows what was asked over it
-        return not self._ledger.has_acted and await self._is_pristine()
+        standby, channel = self._standby, self._channel
+        if standby is None or channel is not standby.channel or not isinstance(channel, Channel):
+            return False  # its channel was handed to another process or thread, and nobody here knows what was asked over it
+        return not self._ledger.has_acted and await self._is_pristine() and not self._ledger.has_acted
 
     def let_go(self) -> None:
         """The sandbox is somebody else's from now on."""
@@ -255,7 +258,9 @@ class Tenancy(Box):
         try:
             has_stages = self._ground is not None or not (self.spec.repo or self.spec.setup)
             request = self._request if has_stages else self._request.neutral()
-            standby = await raise_up(self._engine, request, self._ground, watch or Stopwatch(self._clock), seen=self._seen)
+            standby = await raise_up(
+                self._engine, request, self._ground, watch or Stopwatch(self._clock), network=self.spec.network, seen=self._seen
+            )
         except CreateError:
             self._engine.warehouse.forget(self._request)  # perhaps what was at hand is there no more: it is looked for again
             raise

@@ -136,7 +136,7 @@ async def test_x2_a_launcher_that_dies_just_after_a_clone_leaves_no_request_wait
         await host.process.wait()
     assert held
     assert caught.value.kind == "BackendError", caught.value
-    assert took < 4
+    assert took < 10  # the creation before it is held up for eight seconds, and until then might have served it
     assert isinstance(outcome, Refused) and set(outcome.families) & INFRASTRUCTURE, outcome
     assert await works(state)
     assert not await wait_clean(state, pid, 10)

@@ -1,12 +1,16 @@
 """An engine's pool on fake substrates: what is warm is bound late, what is missing is added, and no lease sees a dead sandbox."""
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
 
 import untax
+from untax import quarantine
+from untax.standby import Standby
 from untax.testing import FakeExit, FakeSubstrate, LayeredFake
+from untax.testing.fake import HANGS
 
 MIB = 1024.0  # of the default limits
 
@@ -352,3 +356,97 @@ async def test_what_a_dead_engine_left_is_shown_to_nobody_and_removed(layered, t
     (tmp_path / "state").chmod(0o700)
     async with untax.Engine(layered, state_dir=tmp_path / "state"):
         assert not (directory / "engine-1-dead.json").exists()
+
+
+# ---- hand-outs that go wrong ----
+
+
+async def test_a_sandbox_that_dies_while_it_is_handed_out_costs_one_and_no_lease(fake, monkeypatch):
+    """The lease gets another, and the rest of the pool stays where it is."""
+    struck = []
+    write = Standby.write
+
+    async def dying(standby, files):
+        if not struck:
+            struck.append(standby.sandbox.id)
+            standby.sandbox.die()
+        await write(standby, files)
+
+    monkeypatch.setattr(Standby, "write", dying)
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=4)
+        async with engine.lease(files={"x": b"1"}) as box:
+            assert box.id not in struck
+            assert await box.read("x") == b"1"
+        assert box.ledger.verdict == "trusted"
+        assert engine.pools().rejected == 1
+    assert not fake.live
+
+
+async def test_an_action_that_races_with_the_release_is_refused_and_the_sandbox_is_as_it_was(layered, tmp_path, image):
+    """What goes back to the pool has nothing running in it."""
+    spec = untax.EnvSpec(image=image)
+    async with untax.Engine(layered, state_dir=tmp_path / "state") as engine:
+        await engine.warm(spec, 1)
+        box = await engine.acquire(spec)
+        engine.pooling.driver.is_short = lambda _: True
+        sandbox, looked_at, may_answer = box.sandbox, asyncio.Event(), asyncio.Event()
+        is_pristine = sandbox.is_pristine
+
+        async def slowly():
+            looked_at.set()
+            await may_answer.wait()
+            return await is_pristine()
+
+        sandbox.is_pristine = slowly
+        releasing = asyncio.ensure_future(box.release())
+        await looked_at.wait()
+        with pytest.raises(untax.SandboxLost, match="released"):
+            await box.run(["sleep", "9"])
+        may_answer.set()
+        await releasing
+        assert not sandbox.cell.is_running
+
+
+@pytest.mark.parametrize("kind", ["in place", "over layers"])
+async def test_a_partial_hit_has_the_working_directory_of_its_own_spec(kind, fake, layered, tmp_path, image):
+    fake.programs["bash"] = layered.programs["bash"] = lambda *_: FakeExit()
+    substrate, options = (fake, {}) if kind == "in place" else (layered, {"state_dir": tmp_path / "state"})
+    below = untax.EnvSpec() if kind == "in place" else untax.EnvSpec(image=image)
+    spec = dataclasses.replace(below, setup=("true",), workdir="/srv/app")
+    async with untax.Engine(substrate, pool=untax.PoolOptions(entries=1), **options) as engine:
+        await engine.warm(below, 1)
+        async with engine.lease(spec, wait_s=10) as box:
+            assert box.sandbox.cell._workdir == "/srv/app"
+
+
+async def test_a_set_up_that_fails_in_a_sandbox_that_stays_behind_ends_no_retry(fake, monkeypatch):
+    """The pool never knew that sandbox: once it is gone, nothing is told of it."""
+    monkeypatch.setattr(quarantine, "_FIRST_RETRY_S", 0.01)
+    fake.programs["bash"] = lambda *_: FakeExit(code=1)
+    async with untax.Engine(fake) as engine:
+        fake.failures["destroy"] = RuntimeError("busy")
+        with pytest.raises(untax.CreateError):
+            await engine.acquire(untax.EnvSpec(setup=("false",)))
+        assert engine.quarantined
+        del fake.failures["destroy"]
+        async with asyncio.timeout(5):
+            while engine.quarantined:
+                await asyncio.sleep(0.01)
+    assert not fake.live
+
+
+async def test_closing_cuts_off_what_is_being_handed_out(fake):
+    """The engine is not over before its last sandbox is, however long a set-up inside would have taken."""
+    fake.programs["bash"] = lambda *_: HANGS
+    engine = untax.Engine(fake, pool=untax.PoolOptions(entries=1))
+    await engine.start()
+    await engine.warm(n=1)
+    coming = asyncio.ensure_future(engine.acquire(untax.EnvSpec(setup=("sleep 9",))))
+    async with asyncio.timeout(5):
+        while "spawn sleep 9" not in fake.log:
+            await asyncio.sleep(0)
+        await engine.aclose()
+    assert not fake.live
+    with pytest.raises(untax.UntaxError):
+        await coming

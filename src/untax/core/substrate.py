@@ -139,11 +139,12 @@ class BindingLate(Protocol):
     """A substrate all of whose sandboxes take their limits (`Rebindable`), their user (`UserBinding`) or both late.
 
     What is not named here is fixed when a sandbox is created, and one that was made ahead serves only leases with the same.
-    A substrate that holds nobody to any limit names `limits` too: all are the same to it.
+    `limits` are memory, processes and CPU; `disk` goes with them where that can be changed too. A substrate that holds nobody to any
+    limit names both: all are the same to it.
     """
 
     @property
-    def binds_late(self) -> frozenset[Literal["limits", "user"]]: ...
+    def binds_late(self) -> frozenset[Literal["limits", "disk", "user"]]: ...
 
 
 @runtime_checkable

@@ -121,6 +121,7 @@ class PoolDriver(Generic[R, E]):
             self.counts.cold += 1
         self.counts.waited_s += order.waited_s
         del self._asked[grant.ticket]
+        self._outcomes.pop(grant.ticket, None)
 
     def confirm(self, grant: Grant[E]) -> None:
         self._tell(ev.Bound(self._clock(), grant.ticket))
@@ -135,6 +136,7 @@ class PoolDriver(Generic[R, E]):
         """A lease has ended, or a hand-out (`ticket`) was broken off. `is_gone`: its sandbox has been destroyed already."""
         if ticket is not None:
             self._asked.pop(ticket, None)
+            self._outcomes.pop(ticket, None)  # a refusal that came while it was handed out
         if is_gone:
             del self._entries[name]
         self._tell(ev.Returned(self._clock(), name, clean))

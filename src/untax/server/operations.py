@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,6 +23,8 @@ from untax.snapshot import Snapshot
 if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.tenancy import Tenancy
+
+log = logging.getLogger("untax.server")
 
 _CHANGES_AT_ONCE = 10_000
 
@@ -93,9 +96,11 @@ class Operations:
         leases, owner.leases = list(owner.leases.values()), {}
         for box in leases:
             box.ledger.fault(f"the holder of the lease is gone: {reason}")
+        for outcome in await asyncio.gather(*(self._released(box) for box in leases), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                log.warning("while giving back what an owner held: %s: %s", type(outcome).__name__, outcome)
         for pin in owner.pins.values():
             await asyncio.to_thread(pin.close)
-        await asyncio.gather(*(self._released(box) for box in leases))
         for snapshot in owner.snapshots.values():
             if not snapshot.is_saved:
                 await snapshot.drop()

@@ -84,7 +84,7 @@ class ContainerSubstrate:
     isolation = "container"
     builder = "namespace"
     takes: Literal["oci", "squashfs"] = "oci"
-    binds_late: frozenset[Literal["limits", "user"]] = frozenset({"limits"})
+    binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset({"limits"})
 
     def __init__(
         self,

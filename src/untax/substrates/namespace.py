@@ -55,7 +55,7 @@ def make(state_dir: str | None = None, disk: Disk = "auto") -> NamespaceSubstrat
 class NamespaceSubstrate:
     name = "namespace"
     isolation = "namespace"
-    binds_late: frozenset[Literal["limits", "user"]] = frozenset(("limits", "user"))
+    binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk", "user"))
 
     def __init__(self, state_dir: Path, disk: Disk) -> None:
         self._state_dir = state_dir

@@ -50,7 +50,7 @@ def make(state_dir: str | None = None) -> ProcessSubstrate:
 class ProcessSubstrate:
     name = "process"
     isolation = "none"
-    binds_late: frozenset[Literal["limits", "user"]] = frozenset(("limits",))  # nobody is held to any
+    binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk"))  # nobody is held to any
 
     def __init__(self, state_dir: Path) -> None:
         self._root = state_dir / "process"

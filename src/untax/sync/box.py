@@ -257,7 +257,7 @@ class Box:
     ) -> T:
         """Straight over the socket where it is the callers', by the loop otherwise."""
         inner = self._inner
-        channel: object = inner._channel or inner._live()
+        channel: object = (inner._channel if inner._over is None else None) or inner._live()
         if not isinstance(channel, Direct):
             return self._loop.run(through(inner))
         self._loop.check()

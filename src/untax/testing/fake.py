@@ -87,7 +87,7 @@ class FakeSubstrate:
     """
 
     name = "fake"
-    binds_late: frozenset[Literal["limits", "user"]] = frozenset(("limits", "user"))
+    binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk", "user"))
 
     def __init__(
         self,
