@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from untax.core.root import Root
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec, Network
+from untax.core.stage import Identity, Stage, stages_of
 from untax.core.substrate import Importing
 from untax.ground import Ground
 from untax.grounds import Grounds
@@ -50,6 +51,13 @@ class Imports(Grounds):
             built = {**built, "import": seconds}
         self._taken[_recipe(spec)] = ground
         return ground, built
+
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """An image of the substrate's own has the rungs of one that is in place; it is asked for nowhere else."""
+        if await self._own(spec) is None:
+            return await super().ladder(spec)
+        stages = stages_of(spec, Identity(spec.image, is_portable=False))
+        return stages, frozenset(stage.key for stage in stages)
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None = None) -> Prepared:
         prepared = await super().prepare(spec, progress)

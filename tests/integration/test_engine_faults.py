@@ -16,8 +16,10 @@ from untax import substrates
 from untax.core.substrate import Importing
 
 
-# Those with cells of this machine's own; what lies behind an engine of its own has its faults in tests/security, what lies behind ssh in test_ssh.py.
-@pytest.fixture(params=[name for name in substrates.names() if name != "ssh" and not isinstance(substrates.load(name), Importing)])
+# Those with cells of this machine's own; what lies behind an engine of its own has its faults in tests/security, what lies behind ssh in test_ssh.py, pods in test_kubernetes.py.
+@pytest.fixture(
+    params=[name for name in substrates.names() if name not in ("ssh", "kubernetes") and not isinstance(substrates.load(name), Importing)]
+)
 def name(request):
     if reason := substrates.load(request.param).unavailable_reason():
         pytest.skip(f"{request.param}: {reason}")

@@ -17,6 +17,7 @@ class ImportingFake(FakeSubstrate):
     """Keeps what it took in as names and contents."""
 
     builder = "no-such-builder"
+    takes = "oci"
     image_sockets: ClassVar = {}
 
     def __init__(self, place):
