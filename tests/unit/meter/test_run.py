@@ -8,6 +8,7 @@ from tests.unit.meter.benching import Bench, plan
 from untax.core.errors import CreateError, RecordError, SandboxLost, SubstrateUnavailable
 from untax.meter import run as runs
 from untax.meter import summary
+from untax.meter.gather import gather
 from untax.meter.journal import Journal
 from untax.meter.record import Batch, Case, End, Gap, Resume, Run, Trial, no_parts
 from untax.testing import FakeClock, FakeExit, FakeSubstrate
@@ -307,3 +308,18 @@ def test_the_summary_counts_failures_and_marks_what_is_below_resolution(tmp_path
     assert "9.00 ms*" not in text
     assert "not complete" in text
     assert [row["below_resolution"] for row in summary.as_json(found)["cases"]] == [False, True]
+
+
+def test_the_summary_and_the_report_name_the_same_share_of_tax(tmp_path):
+    """A share of all time: the ratio of two medians would be another number."""
+    case = Case("a", tier="T0")
+    with Journal.create(tmp_path / "f", Run("r", "now", 1, {}, {}, span_cost_ns=200)) as journal:
+        for number, (create, action) in enumerate(((10, 90), (50, 50), (900, 100))):
+            parts = {**no_parts(), "create": create * 10**6, "action": action * 10**6}
+            total = sum(parts.values())
+            journal.append(Trial("r", case, number, number, False, "now", "ok", parts, total, {"first_command": create}))
+
+    (row,) = summary.summarise(tmp_path / "f").rows.values()
+    assert row.tax_share == pytest.approx(960 / 1200) == gather(tmp_path / "f").cases[case].tax_share
+    assert "80.0%" in "\n".join(summary.lines(summary.summarise(tmp_path / "f")))
+    assert summary.as_json(summary.summarise(tmp_path / "f"))["cases"][0]["tax"]["share"] == pytest.approx(0.8)
