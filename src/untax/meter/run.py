@@ -81,8 +81,9 @@ def _note(done: Done, record: object) -> None:
         done.trials.add((record.case, record.trial, record.warmup))
         done.order = max(done.order, record.order + 1)
         done.failed += record.outcome != "ok" and not record.warmup
-    elif isinstance(record, Batch) and not record.warmup:
-        done.throughput.setdefault(record.case, []).append(record.rollouts * 1e9 / max(1, record.wall_ns))
+    elif isinstance(record, Batch) and not record.warmup and record.wall_ns > 0:  # 0: none of its rollouts was begun
+        good = record.rollouts - record.failed
+        done.throughput.setdefault(record.case, []).append(good * 1e9 / record.wall_ns)
     elif isinstance(record, Gap) and record.case is not None:
         done.dropped.add(record.case)
     elif isinstance(record, End):
@@ -335,12 +336,16 @@ class Bench:
     async def _climb(self, case: Case) -> None:
         best = self._throughput(case)
         while case.concurrency * _KNEE_FACTOR <= _KNEE_MOST:
-            work = self._works.get(case)
+            work, below = self._works.get(case), case
             case = replace(case, concurrency=case.concurrency * _KNEE_FACTOR)
             if work is None:
                 return
             self._works[case] = work
             for number in range(-1, min(_KNEE_BATCHES, slots(self._plan.trials, case))):
+                # Beyond the knee so many at once take as many times as long, and nobody knows yet whether this is beyond it.
+                if not self._ration.has_slot(case, _KNEE_FACTOR * self._ration.costs_s.get(below, 0.0), self._spent_s()):
+                    self._drop(case, f"the time box of {self._plan.budget_s:g} s was over before the knee was found")
+                    return
                 if case in self._works:
                     await self._slot(number, case, [case])
             reached = self._throughput(case)
@@ -350,7 +355,7 @@ class Bench:
             best = reached
 
     def _throughput(self, case: Case) -> float:
-        """Rollouts per second: the median of its batches; 0 when there is none."""
+        """Good rollouts per second: the median of its batches; 0 when there is none."""
         found = sorted(self._done.throughput.get(case, []))
         return found[len(found) // 2] if found else 0.0
 

@@ -42,7 +42,7 @@ class Attempted:
 
 @dataclass(slots=True)
 class Slot:
-    """What came of one: its trials, and from the first's beginning to the last's end."""
+    """What came of one: its trials, and from the first's beginning to the last's end; 0 when none was begun."""
 
     trials: list[Attempted] = field(default_factory=list)
     wall_ns: int = 0
@@ -113,11 +113,13 @@ class Site:
     async def run_slot(self, case: Case, work: Work) -> Slot:
         """All trials of a slot. Whatever fails is in what is given; only cancellation is raised, and `UntaxError` of what surrounds them."""
         await self._see_to_image(case, work)
+        asked_ns = now_ns()
         try:
             warm = await self._warmed(case, work)
-        except SubstrateError as exc:  # of the infrastructure, and so of these trials
+        except SubstrateError as exc:  # of the infrastructure, and so of these trials: each would have waited as long for its sandbox
             self._faults += 1
-            return Slot([Attempted(Measured(outcome="infra", error=exc)) for _ in range(case.concurrency)])
+            spent_ns = now_ns() - asked_ns
+            return Slot([Attempted(_never_begun(exc, spent_ns)) for _ in range(case.concurrency)])
         queue = asyncio.Semaphore(self._workers) if self._workers else None
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(_release_all, warm)
@@ -202,6 +204,13 @@ class Site:
             await self.engine.warehouse.discard(spec)
         else:
             raise UsageError(f"substrate {self.name!r} cannot drop an image")
+
+
+def _never_begun(error: SubstrateError, spent_ns: int) -> Measured:
+    """A trial whose sandbox was not there when it should have begun."""
+    measured = Measured(outcome="infra", error=error, total_ns=spent_ns)
+    measured.parts_ns["create"] = spent_ns
+    return measured
 
 
 async def _release_all(boxes: list[Box]) -> None:

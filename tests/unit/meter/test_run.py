@@ -190,6 +190,56 @@ async def test_concurrency_climbs_until_throughput_grows_no_more(tmp_path):
     assert any("the knee is at about" in line for line in bench.said) or levels[-1] == 512
 
 
+async def test_only_good_rollouts_are_throughput(tmp_path):
+    counted = iter(range(1000))
+    fake = FakeSubstrate(programs={"echo": lambda *_: FakeExit(code=int(next(counted) % 4 == 0))})
+    fake.programs["bash"] = fake.programs["echo"]  # the workload's `shell`
+    bench = Bench(tmp_path, {"fake": fake}, plan(concurrency=(4,), trials=4, warmup=0))
+    done = await bench.run()
+
+    (batch,) = bench.records(Batch)
+    assert (batch.rollouts, batch.failed) == (4, 1)
+    assert done.throughput[batch.case] == [pytest.approx(3e9 / batch.wall_ns)]
+
+
+async def test_rollouts_whose_sandboxes_were_never_there_are_paid_for_and_are_no_throughput(tmp_path):
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), concurrency=(4,), trials=4, warmup=0))
+    create, counted = fake.create, iter(range(1000))
+
+    async def once(spec):
+        if next(counted):  # the first is the probe
+            raise CreateError("", "no room")
+        return await create(spec)
+
+    fake.create = once
+    done = await bench.run()
+
+    trials = bench.records(Trial)
+    assert [t.outcome for t in trials] == ["infra"] * 4
+    assert all(t.total_ns == t.parts_ns["create"] > 0 for t in trials)
+    assert [batch.failed for batch in bench.records(Batch)] == [4]
+    assert not done.throughput
+
+
+async def test_the_climb_to_the_knee_keeps_to_the_time_box(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(1.0)
+        return FakeExit()
+
+    fake = FakeSubstrate(programs={"true": slow})
+    bench = Bench(tmp_path, {"fake": fake}, plan(concurrency=(1,), trials=5, knee=True, budget_s=13.0))
+    await bench.run()
+
+    (gap,) = bench.records(Gap)  # the probe, a warm-up and five trials take 7 s, four at once another 4 s each time
+    assert gap.case.concurrency == 4
+    assert "time box of 13 s" in gap.reason
+    assert clock() <= 13e9
+
+
 async def test_warm_trials_say_what_kept_them_warm(tmp_path):
     bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(warmth=("cold", "warm")))
     await bench.run()
