@@ -89,9 +89,11 @@ class _ChannelTrial(Trial):
         if self._leased is None:
             return
         box, sandbox, asked_ns, got_ns = self._leased
+        if not self._is_held:
+            self._add_lease(box, asked_ns, got_ns)
         self.describe(sandbox)
-        if self._is_held:
-            return
+
+    def _add_lease(self, box: Box, asked_ns: int, got_ns: int) -> None:
         ledger, parts = box.ledger, self.measured.parts_ns
         self.measured.stages = dict(ledger.stages)
         if (hit := getattr(ledger, "hit", None)) is not None:

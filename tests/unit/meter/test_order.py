@@ -147,6 +147,33 @@ async def test_the_named_metrics():
     assert metrics["first_command"] == parts["queue"] + parts["create"] + parts["ready"] + parts["setup"]
 
 
+class Placed(FakeSubstrate):
+    """Its sandboxes say that a control plane took an hour over them."""
+
+    async def create(self, spec):
+        sandbox = await super().create(spec)
+        sandbox.control_plane_ns = 3600 * 10**9
+        return sandbox
+
+
+async def test_a_control_plane_has_no_more_than_its_trial_gave_it():
+    """What was placed before the trial began cost the trial nothing, whatever its sandbox tells of it."""
+    fake = Placed(incumbent=True)
+    async with Engine(fake, clock=Ticking()) as engine:
+        runner = Runner(engine)
+        cold = await runner.run(work())
+        held = await runner.run(work(), held=await runner.hold(work()))
+        ahead = await runner.run(work(), path="incumbent", is_warm=True)
+        await engine.warm(work().footing.spec, 1)
+        pooled = await runner.run(work())
+        await engine.warm(work().footing.spec, 0)
+
+    for measured in (cold, held, ahead, pooled):
+        assert measured.control_plane_ns == measured.parts_ns["create"] + measured.parts_ns["ready"]
+    assert cold.control_plane_ns > 0
+    assert (held.control_plane_ns, ahead.control_plane_ns) == (0, 0)
+
+
 # ---- what fails ----
 
 
