@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from untax.core.spec import EnvSpec, Limits, Network, Repo
+from untax.core.substrate import Seeing
 from untax.engine import Engine
 from untax.layers.deps import WHEELS
 from untax.rollout.material import Material, Repository
@@ -52,7 +53,7 @@ def footing(
     where = "none"
     if workload.packages:
         where, directory = "stage", PACKAGES
-        if engine.substrate.isolation == "none":
+        if isinstance(engine.substrate, Seeing) and engine.substrate.sees_host_files:
             where, directory = "host", str(material.packages(workload.packages))
         elif engine.warehouse.has_stages:
             setup_steps = (install_step(workload.packages),)
