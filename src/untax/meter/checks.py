@@ -214,8 +214,8 @@ def _not_inside(run: Gathered) -> Iterator[Finding]:
 def _uploaded(run: Gathered) -> Iterator[Finding]:
     found = tuple(str(one.case) for one in run.cases.values() if one.detail.get("packages") == "uploaded")
     if found:
-        said = f"{len(found)} cases got the workload's packages anew in every trial, which is in their set-up"
-        yield Finding("packages uploaded", "note", said, "compare their other parts, or use an image that has the packages", found)
+        said = f"{len(found)} cases got the workload's packages anew in every trial, which is left out of the account"
+        yield Finding("packages uploaded", "note", said, "rollouts in earnest would pay for it: use an image that has the packages", found)
 
 
 def _same_ground(run: Gathered) -> Iterator[Finding]:

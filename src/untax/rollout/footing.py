@@ -1,8 +1,8 @@
 """What a workload stands on with one engine: its spec, and what is still to be brought before its first action.
 
 The software is the same on every substrate; how it gets there depends on what the engine can do. Where there are layers, packages are
-a stage; where commands see the host's own files, they are a directory there; elsewhere they go over the channel, which is then part
-of `setup`, and the record says so.
+a stage; where commands see the host's own files, they are a directory there; elsewhere they go over the channel, which is left out of
+the account, and the record says so.
 """
 
 from __future__ import annotations
