@@ -58,6 +58,8 @@ class Samples:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Sums over the trials that went well."""
     control_plane: float = 0.0
+    setup_own: float = 0.0
+    """Of the part setup, the own time of the workload's set-up commands; a sum as well."""
     actions: int = 0
     retried: int = 0
     warmups: int = 0
@@ -94,8 +96,8 @@ class Samples:
 
     @property
     def tax(self) -> float:
-        """Mean of everything that is not the agent's own commands."""
-        return sum(seconds for name, seconds in self.parts.items() if name != "action") / self.n
+        """Mean of everything that is not the workload's own commands."""
+        return (sum(seconds for name, seconds in self.parts.items() if name != "action") - self.setup_own) / self.n
 
     @property
     def tax_share(self) -> float:
@@ -249,6 +251,9 @@ def _take(samples: Samples, trial: Trial) -> None:
         if ns:
             sums[name] += ns * _NS
     samples.control_plane += trial.control_plane_ns * _NS
+    if type(trial.setup_own_ns) is not int or not 0 <= trial.setup_own_ns <= parts["setup"]:
+        raise TypeError(f"{trial.setup_own_ns!r} ns of set-up commands")
+    samples.setup_own += trial.setup_own_ns * _NS
     if trial.actions:
         samples.actions += trial.actions
         samples.dispatch.append(parts["dispatch"] * _NS / trial.actions)

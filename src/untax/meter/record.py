@@ -109,6 +109,8 @@ class Trial:
     """Of the attempts before the last. A rollout worker was busy for `total_ns + wasted_ns`."""
     control_plane_ns: int = 0
     """Of create + ready; 0 where there is no control plane."""
+    setup_own_ns: int = 0
+    """Of setup: the own time of the workload's set-up commands, measured inside. No tax: a plain script would spend it as well."""
     error: Mapping[str, str] | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     software: Mapping[str, Any] = field(default_factory=dict)

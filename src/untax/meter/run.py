@@ -315,6 +315,7 @@ class Bench:
             attempts=attempted.attempts,
             wasted_ns=attempted.wasted_ns,
             control_plane_ns=measured.control_plane_ns,
+            setup_own_ns=measured.setup_own_ns,
             error={"type": type(error).__name__, "message": str(error)[:2000]} if error is not None else None,
             limits=asdict(work.footing.spec.limits),
             software=facts_of(measured, work),

@@ -63,7 +63,7 @@ def summarise(path: Path) -> Summary:
                     continue
                 row.first_command.append(record.metrics_ns["first_command"] / 1e9)
                 row.total.append(record.total_ns / 1e9)
-                row.tax.append(sum(record.parts_ns[part] for part in _TAX) / 1e9)
+                row.tax.append((sum(record.parts_ns[part] for part in _TAX) - record.setup_own_ns) / 1e9)
                 holes.append(abs(record.parts_ns["unattributed"]) / max(0.01 * record.total_ns, 50_000))
         return Summary(dict(sorted(rows.items(), key=_order)), gaps, reader.run.span_cost_ns, is_complete, percentile(holes, 95))
 

@@ -149,6 +149,20 @@ async def test_the_named_metrics():
     assert metrics["first_command"] == parts["queue"] + parts["create"] + parts["ready"] + parts["setup"]
 
 
+async def test_what_set_up_commands_take_themselves_is_told_apart():
+    """It stays in the part; a plain script would spend it as well, so it is no tax."""
+    fake = FakeSubstrate(programs={"true": lambda *_: FakeExit(wall_s=0.000_5)})
+    async with Engine(fake, clock=Ticking()) as engine:
+        one = await Runner(engine).run(work(setup=(Action("run", ("true",)),)))
+        none = await Runner(engine).run(work())
+        fake.programs["true"] = lambda *_: FakeExit(wall_s=3600)
+        liar = await Runner(engine).run(work(setup=(Action("run", ("true",)),)))
+
+    assert one.setup_own_ns == 500_000 < one.parts_ns["setup"]
+    assert none.setup_own_ns == 0
+    assert liar.setup_own_ns == liar.parts_ns["setup"] < 10**9
+
+
 async def test_what_is_there_before_a_trial_elsewhere_is_left_out_of_its_account(tmp_path, monkeypatch):
     """Preloaded files cost nothing on a substrate with layers and on the incumbent path, so copying them in is no part of a trial either."""
     clock = Ticking()
