@@ -218,6 +218,17 @@ def _uploaded(run: Gathered) -> Iterator[Finding]:
         yield Finding("packages uploaded", "note", said, "rollouts in earnest would pay for it: use an image that has the packages", found)
 
 
+def _other_name(run: Gathered) -> Iterator[Finding]:
+    by_name: dict[tuple[str, str], list[str]] = {}
+    for one in run.cases.values():
+        if one.n and one.ran_as != one.case.substrate:
+            by_name.setdefault((one.case.substrate, one.ran_as), []).append(str(one.case))
+    for (asked, ran_as), cases in by_name.items():
+        said = f"{asked} ran as {ran_as} in {len(cases)} cases: neither its speed nor its boundary is what {asked} stands for"
+        remedy = f"read these numbers as those of {ran_as}, or measure on a host that has what {asked} needs (`untax doctor`)"
+        yield Finding("another substrate", "warn", said, remedy, tuple(cases))
+
+
 def _same_ground(run: Gathered) -> Iterator[Finding]:
     for what in ("limits", "software"):
         by_tier: dict[str, set[str]] = {}
@@ -305,6 +316,7 @@ _CHECKS: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (
     _unattributed,
     _not_inside,
     _uploaded,
+    _other_name,
     _same_ground,
     _as_in_the_paper,
 )

@@ -85,6 +85,11 @@ class Samples:
         return Series(self.case.substrate, self.case.path, self.case.warmth)
 
     @property
+    def ran_as(self) -> str:
+        """What the substrate called itself; another name than the case's is another thing than what was asked for."""
+        return self.detail.get("substrate", self.case.substrate)
+
+    @property
     def mean_parts(self) -> dict[str, float]:
         """What a trial divides into, on average; together the mean total."""
         return {name: total / self.n for name, total in self.parts.items()}

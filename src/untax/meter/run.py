@@ -275,7 +275,7 @@ class Bench:
         self._slots_done += 1
         self._tell(self._slots_done, self._slots_total(cases), self._left_s(cases), str(case))
         if (reason := await site.gone_reason()) is not None:
-            self._lose(site, reason)
+            self._lose(case.substrate, reason)
 
     def _keep(self, number: int, case: Case, slot: Slot, work: Work, started_at: str) -> None:
         is_warmup = number < 0
@@ -362,13 +362,14 @@ class Bench:
 
     # ---- what could not be had ----
 
-    def _lose(self, site: Site, reason: str) -> None:
-        self._forget(site.name)
-        mine = [case for case in self._works if case.substrate == site.name]
+    def _lose(self, name: str, reason: str) -> None:
+        """`name` is the plan's: a substrate may call itself by another once it has started."""
+        self._forget(name)
+        mine = [case for case in self._works if case.substrate == name]
         missing = sum(max(0, slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)) for case in mine)
         for case in mine:
             del self._works[case]
-        self._gap(site.name, reason, trials_missing=missing)
+        self._gap(name, reason, trials_missing=missing)
 
     def _drop(self, case: Case, reason: str) -> None:
         self._works.pop(case, None)

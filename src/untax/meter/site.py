@@ -78,6 +78,7 @@ class Site:
 
     @property
     def name(self) -> str:
+        """What the substrate calls itself, which may say more than the plan: that it is emulated, for example."""
         return self.engine.substrate.name
 
     @property
@@ -155,6 +156,7 @@ class Site:
         while True:
             measured = await self.runner.run(work, path=case.path, is_warm=case.warmth == "warm", held=held, queue=queue)
             attempts += 1
+            measured.detail["substrate"] = self.name
             if case.warmth == "warm" and case.path == "channel":
                 measured.detail["warm"] = "the engine's pool" if held is None else "held by the meter"
             if measured.outcome != "infra" or attempts > self._retries or not getattr(measured.error, "retryable", False):

@@ -148,3 +148,9 @@ def test_many_quiet_cases_do_not_drift_by_chance(tmp_path):
 
 def test_packages_that_came_in_every_trial_are_said(tmp_path):
     assert "packages uploaded" in found(tmp_path, [records.a_run(), *quiet(software={"image": "x", "packages": "uploaded"}), END])
+
+
+def test_a_substrate_that_ran_as_another_is_a_warning(tmp_path):
+    other = found(tmp_path, [records.a_run(), *quiet(substrate_detail={"substrate": "namespace-emulated"}), END])["another substrate"]
+    assert other.level == "warn" and "namespace-emulated" in other.found
+    assert "another substrate" not in found(tmp_path, [records.a_run(), *quiet(substrate_detail={"substrate": "namespace"}), END])

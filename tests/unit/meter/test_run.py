@@ -98,6 +98,26 @@ async def test_a_substrate_that_vanishes_half_way_is_a_gap_and_the_others_go_on(
     assert bench.records(End)
 
 
+class Renaming(FakeSubstrate):
+    """Finds out when it starts that it is something else than what it was asked for as."""
+
+    async def start(self):
+        await super().start()
+        self.name = "other"
+
+
+async def test_a_substrate_that_calls_itself_otherwise_is_said_and_can_be_lost(tmp_path):
+    fake = Renaming()
+    bench = Bench(tmp_path, {"fake": fake}, plan(trials=50))
+    bench._hooks["tell"] = lambda done, *_: fake.failures.update(wait_ready=SandboxLost("", "dead")) if done == 3 else None
+    await bench.run()
+
+    trials = bench.records(Trial)
+    assert {(t.case.substrate, t.substrate_detail["substrate"]) for t in trials} == {("fake", "other")}
+    assert [(gap.substrate, "in a row" in gap.reason) for gap in bench.records(Gap)] == [("fake", True)]
+    assert len(trials) < 12
+
+
 async def test_a_substrate_that_only_fails_is_given_up_after_a_while(tmp_path):
     fake = FakeSubstrate()
     bench = Bench(tmp_path, {"fake": fake}, plan(trials=50))
