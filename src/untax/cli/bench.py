@@ -32,6 +32,7 @@ from untax.meter import plan as plans
 from untax.meter import run as runs
 from untax.meter import summary as summaries
 from untax.meter.plan import Plan
+from untax.meter.record import Run
 from untax.rollout import workload as workloads
 from untax.rollout.material import Material
 from untax.substrates._host import chosen_state_dir, ensure_private_dir
@@ -81,13 +82,13 @@ def carry_out(arguments: argparse.Namespace) -> int:
     command = "untax " + shlex.join(sys.argv[1:])
     if arguments.resume:
         out = Path(arguments.resume)
-        journal, first, done = runs.reopen(out / _RECORDS, command=command)
-        plan, run = plans.from_mapping(first.plan, where=str(out / _RECORDS)), first.run
-        known = {tier: workloads.load(tier) for tier, _ in plan.works}
+        journal, first, done = runs.reopen(out / _RECORDS, command=command, accept=_check_workloads)
+        plan, run = _plan_of(first), first.run
         if done.is_complete:
             journal.close()
             print(f"untax: the run in {out} is complete; there is nothing left to do", file=sys.stderr)
             return _conclude(arguments, out)
+        known = _known(plan)
     else:
         plan = _plan(arguments)
         known = _known(plan)
@@ -157,6 +158,20 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         if name not in substrates.names():
             raise UsageError(f"no substrate {name!r}; there are {', '.join(substrates.names())}")
     return plans.from_mapping(said, where=arguments.plan or "the plan")
+
+
+def _plan_of(first: Run) -> Plan:
+    return plans.from_mapping(first.plan, where="the run's first record")
+
+
+def _check_workloads(first: Run, done: runs.Done) -> None:
+    """`UsageError` when a trial from now on would do something else than those in the file."""
+    if done.is_complete:
+        return
+    known = _known(_plan_of(first))
+    for tier, digest in done.workloads.items():
+        if tier in known and known[tier].digest() != digest:
+            raise UsageError(f"workload {tier!r} has changed since the run began; start a new one, its trials do not belong with these")
 
 
 def _levels(text: str) -> dict[str, Any]:

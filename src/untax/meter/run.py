@@ -49,6 +49,8 @@ class Done:
     order: int = 0
     failed: int = 0
     is_complete: bool = False
+    workloads: dict[str, str] = field(default_factory=dict)
+    """The digest of each tier's workload, as its trials have it."""
 
 
 def begin(plan: Plan, out: Path, *, command: str) -> tuple[Journal, str]:
@@ -58,13 +60,14 @@ def begin(plan: Plan, out: Path, *, command: str) -> tuple[Journal, str]:
     return Journal.create(out / "records.jsonl", first), run
 
 
-def reopen(path: Path, *, command: str) -> tuple[Journal, Run, Done]:
-    """Go on with a run; its plan is in the first record."""
+def reopen(path: Path, *, command: str, accept: Callable[[Run, Done], None] = lambda *_: None) -> tuple[Journal, Run, Done]:
+    """Go on with a run; its plan is in the first record. `accept` is asked before anything is written, and raises to leave it as it is."""
     done = Done()
     with Reader(path) as reader:
         for record in reader:
             _note(done, record)
         first = reader.run
+    accept(first, done)
     journal = Journal.resume(path)
     if not done.is_complete:
         try:
@@ -81,6 +84,8 @@ def _note(done: Done, record: object) -> None:
         done.trials.add((record.case, record.trial, record.warmup))
         done.order = max(done.order, record.order + 1)
         done.failed += record.outcome != "ok" and not record.warmup
+        if "workload" in record.software:
+            done.workloads[record.case.tier] = record.software["workload"]
     elif isinstance(record, Batch) and not record.warmup and record.wall_ns > 0:  # 0: none of its rollouts was begun
         good = record.rollouts - record.failed
         done.throughput.setdefault(record.case, []).append(good * 1e9 / record.wall_ns)

@@ -1,0 +1,39 @@
+"""`untax bench`: what its flags may say, and which run it goes on with. Nothing is measured here."""
+
+import pytest
+from tests import records
+
+from untax.cli import bench, main
+from untax.meter.record import Case, Reader
+from untax.meter.run import Done
+from untax.rollout import workload
+
+TEXT = 'version = 1\nname = "mine"\nactions = [{ run = ["true"] }]\n'
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run with one trial of a workload of one's own, not yet complete; gives its directory and the workload's file."""
+    mine = tmp_path / "mine.toml"
+    mine.write_text(TEXT)
+    plan = {"substrates": ["process"], "works": [[str(mine), 0]], "seed": 1}
+    trial = records.a_trial(Case("process", tier=str(mine)), software={"workload": workload.load(str(mine)).digest()})
+    records.write(tmp_path / "run" / "records.jsonl", [records.a_run(plan=plan), trial])
+    return tmp_path / "run", mine
+
+
+def test_a_run_whose_workload_has_changed_is_not_gone_on_with(begun, capsys):
+    """Trials before and after would be of two workloads under one name; the file is left as it was."""
+    out, mine = begun
+    before = (out / "records.jsonl").read_bytes()
+    mine.write_text(TEXT.replace('"true"', '"false"'))
+
+    assert main(["bench", "--resume", str(out)]) == 2
+    assert "has changed since the run began; start a new one" in capsys.readouterr().err
+    assert (out / "records.jsonl").read_bytes() == before
+
+
+def test_a_run_whose_workload_is_the_same_is_gone_on_with(begun):
+    out, mine = begun
+    with Reader(out / "records.jsonl") as reader:
+        bench._check_workloads(reader.run, Done(workloads={str(mine): workload.load(str(mine)).digest()}))
