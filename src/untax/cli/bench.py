@@ -175,12 +175,12 @@ def _check_workloads(first: Run, done: runs.Done) -> None:
 
 
 def _levels(text: str) -> dict[str, Any]:
-    words = [word for word in text.split(",") if word]
-    if "auto" in words:
-        return {"concurrency": [int(word) for word in words if word.isdigit()] or [1, 8, 32], "knee": True}
-    if not words or not all(word.isdigit() and int(word) for word in words):
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    numbers = [word for word in words if word != "auto"]
+    if not words or not all(word.isdecimal() and int(word) for word in numbers):
         raise UsageError(f"--concurrency {text!r}: write numbers as in 1,8,32, or auto")
-    return {"concurrency": [int(word) for word in words]}
+    levels = [int(word) for word in numbers]
+    return {"concurrency": levels or [1, 8, 32], "knee": True} if "auto" in words else {"concurrency": levels}
 
 
 def _known(plan: Plan) -> dict[str, workloads.Workload]:

@@ -30,7 +30,8 @@ PARTS = (*SPANS, "unattributed")
 """What a trial's time divides into; `untax.core.span.PARTS` says what is inside each."""
 
 METRICS = ("first_command", "fresh_episode", "amortised_action")
-"""first_command     from asking for a sandbox until its first command could run: queue + create + ready + setup
+"""first_command     from asking for a sandbox until its first command could run: queue + create + ready, and of setup what the lease was missing;
+                  the workload's own set-up commands come after it
 fresh_episode     from asking for a sandbox until it is gone
 amortised_action  total ÷ actions
 """

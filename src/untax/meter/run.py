@@ -171,14 +171,10 @@ class Bench:
         return address
 
     async def _open(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> None:
-        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready. Without pools one serves both."""
+        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready."""
         try:
             for warmth in self._plan.warmth:
-                opened = [site for (substrate, _), site in self._sites.items() if substrate == name]
-                if opened and not opened[0].has_pool:
-                    self._sites[name, warmth] = opened[0]
-                else:
-                    self._sites[name, warmth] = await self._opened(stack, name, server)
+                self._sites[name, warmth] = await self._opened(stack, name, server)
         except UntaxError as exc:
             self._forget(name)
             self._gap(name, f"{type(exc).__name__}: {exc}")

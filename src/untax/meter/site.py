@@ -81,11 +81,6 @@ class Site:
         """What the substrate calls itself, which may say more than the plan: that it is emulated, for example."""
         return self.engine.substrate.name
 
-    @property
-    def has_pool(self) -> bool:
-        """Whether its engine keeps sandboxes ready by itself."""
-        return hasattr(self.engine, "warm")
-
     async def examine(self, workload: Workload, *, wait_s: float | None = None) -> None:
         """One sandbox, to see that it works and what it offers; `UntaxError` when it does not, or not within `wait_s`."""
         plain = Workload(name=workload.name, image=workload.image, limits=workload.limits)
@@ -169,7 +164,7 @@ class Site:
                     return Attempted(measured, attempts, wasted_ns - measured.total_ns)
 
     async def _warmed(self, case: Case, work: Work) -> list[Box]:
-        """Fill the engine's pool, or hold boxes where it has none."""
+        """Fill the engine's pool, or hold boxes where packages have to be uploaded: a pool knows nothing of those."""
         if case.warmth != "warm" or case.path != "channel":
             return []
         if work.footing.upload is None:

@@ -41,7 +41,7 @@ class Runner:
     ) -> Measured:
         """One trial. A fault is in what is given, never raised; cancellation is passed on once everything is given back.
 
-        `held` is a box that was leased ahead, for a warm trial where the engine has no pool; the trial releases it. On the incumbent path
+        `held` is a box that was leased ahead, for a warm trial that a pool cannot serve; the trial releases it. On the incumbent path
         a warm trial makes its sandbox before time is taken. `queue` is waited for first, as a rollout waits for a worker.
         """
         if path != "incumbent":

@@ -4,6 +4,7 @@ import pytest
 from tests import records
 
 from untax.cli import bench, main
+from untax.core.errors import UsageError
 from untax.meter.record import Case, Reader
 from untax.meter.run import Done
 from untax.rollout import workload
@@ -37,3 +38,17 @@ def test_a_run_whose_workload_is_the_same_is_gone_on_with(begun):
     out, mine = begun
     with Reader(out / "records.jsonl") as reader:
         bench._check_workloads(reader.run, Done(workloads={str(mine): workload.load(str(mine)).digest()}))
+
+
+@pytest.mark.parametrize("text", ["auto,foo,8x", "foo", "8x", "0", "auto,0", "-1", "1.5", "²", ","])
+def test_levels_that_are_neither_numbers_nor_auto_are_refused(text):
+    with pytest.raises(UsageError, match="1,8,32"):
+        bench._levels(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "levels", "knee"), [("1,8", [1, 8], False), ("auto", [1, 8, 32], True), ("2, auto", [2], True), ("4,auto,16", [4, 16], True)]
+)
+def test_levels_are_numbers_and_auto_goes_on_to_the_knee(text, levels, knee):
+    said = bench._levels(text)
+    assert (said["concurrency"], said.get("knee", False)) == (levels, knee)
