@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from untax.core.errors import UntaxError
+from untax.core.errors import SubstrateUnavailable, UntaxError
 from untax.core.span import now_ns
 from untax.engine import Engine
 from untax.meter import conditions, host
@@ -174,6 +174,8 @@ class Bench:
         """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready."""
         try:
             for warmth in self._plan.warmth:
+                if self._is_over:
+                    raise SubstrateUnavailable("", f"the time box of {self._plan.budget_s:g} s was over before it could be tried")
                 self._sites[name, warmth] = await self._opened(stack, name, server)
         except UntaxError as exc:
             self._forget(name)
@@ -199,8 +201,14 @@ class Bench:
         )
         stack.callback(site.close)
         # In a time box, one whose image takes longer than a third of it leaves nothing to the others.
-        await site.examine(next(iter(self._workloads.values())), wait_s=plan.budget_s / 3 or None)
+        wait_s = min(plan.budget_s / 3, plan.budget_s - self._spent_s()) if plan.budget_s else None
+        await site.examine(next(iter(self._workloads.values())), wait_s=wait_s)
         return site
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is a time box and nothing is left of it."""
+        return 0 < self._plan.budget_s <= self._spent_s()
 
     def _forget(self, name: str) -> None:
         for key in [key for key in self._sites if key[0] == name]:
@@ -212,6 +220,9 @@ class Bench:
         for case in cases:
             site = self._sites.get((case.substrate, case.warmth))
             if site is None or case in self._done.dropped or (case.path == "incumbent" and not site.has_incumbent):
+                continue
+            if self._is_over:
+                self._drop(case, f"the time box of {self._plan.budget_s:g} s was over before its stages were built")
                 continue
             try:
                 self._works[case] = await site.prepare(case, self._workloads[case.tier])

@@ -1,5 +1,7 @@
 """`untax bench`: what its flags may say, and which run it goes on with. Nothing is measured here."""
 
+import argparse
+
 import pytest
 from tests import records
 
@@ -8,6 +10,7 @@ from untax.core.errors import UsageError
 from untax.meter.record import Case, Reader
 from untax.meter.run import Done
 from untax.rollout import workload
+from untax.testing import FakeSubstrate
 
 TEXT = 'version = 1\nname = "mine"\nactions = [{ run = ["true"] }]\n'
 
@@ -52,3 +55,48 @@ def test_levels_that_are_neither_numbers_nor_auto_are_refused(text):
 def test_levels_are_numbers_and_auto_goes_on_to_the_knee(text, levels, knee):
     said = bench._levels(text)
     assert (said["concurrency"], said.get("knee", False)) == (levels, knee)
+
+
+class Taking(FakeSubstrate):
+    """As far as the command line asks: one that takes images in."""
+
+    builder, takes, image_sockets = "fake", "oci", {}
+    own_root = take_in = discard = create_on = FakeSubstrate.create  # none is called
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """A machine with a substrate that takes images in, and one that does not."""
+    kinds = {"taking": Taking, "standing": FakeSubstrate}
+    monkeypatch.setattr(bench.substrates, "names", lambda: list(kinds))
+    monkeypatch.setattr(bench.substrates, "load", lambda name: kinds[name]())
+
+
+def planned(*words):
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    plan = bench._plan(parser.parse_args(words))
+    return bench._in_time(plan, bench._known(plan))
+
+
+@pytest.mark.usefixtures("two")
+def test_in_a_time_box_the_host_is_exported_nowhere():
+    """That takes minutes and goes on beside everybody else's trials, so a small image stands in for it."""
+    small = {"taking": {"image": "debian:bookworm+python3,git"}}
+    assert planned("--budget", "150").options == small
+    assert planned("--budget", "150", "--image", "standing=dir:/x").options == {**small, "standing": {"image": "dir:/x"}}
+    assert planned("--budget", "150", "--image", "taking=host").options == {"taking": {"image": "host"}}
+    assert planned().options == {}
+
+
+@pytest.mark.usefixtures("two")
+def test_a_workload_with_an_image_of_its_own_keeps_it_in_a_time_box(tmp_path):
+    (tmp_path / "mine.toml").write_text('image = "dir:/own"\n' + TEXT)
+    assert planned("--budget", "150", "--tier", str(tmp_path / "mine.toml"), "--length", "0").options == {}
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize("text", ["taking", "taking=", "=x", "moon=x"])
+def test_an_image_is_for_a_substrate_of_the_plan(text):
+    with pytest.raises(UsageError, match=r"NAME=IMAGE.*taking, standing"):
+        planned("--image", text)

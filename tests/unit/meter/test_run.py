@@ -11,6 +11,7 @@ from untax.meter import summary
 from untax.meter.gather import gather
 from untax.meter.journal import Journal
 from untax.meter.record import Batch, Case, End, Gap, Resume, Run, Trial, no_parts
+from untax.meter.site import Site
 from untax.testing import FakeClock, FakeExit, FakeSubstrate
 
 
@@ -318,6 +319,31 @@ async def test_a_time_box_drops_and_names_what_it_cannot_give_five_trials(tmp_pa
     assert counted == {0: 10, 4: 0}
     assert [gap.case.length for gap in bench.records(Gap)] == [4]
     assert "time box of 16 s" in bench.records(Gap)[0].reason
+
+
+async def test_a_time_box_that_is_over_opens_and_prepares_nothing_more(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(10.0)
+        return FakeExit()
+
+    waits, examine = [], Site.examine
+
+    async def examined(site, workload, *, wait_s):
+        waits.append(wait_s)
+        await examine(site, workload, wait_s=wait_s)
+
+    monkeypatch.setattr(Site, "examine", examined)
+    fakes = {name: FakeSubstrate(programs={"true": slow}) for name in ("a", "b", "c")}
+    bench = Bench(tmp_path, fakes, plan(substrates=("a", "b", "c"), budget_s=12.0))
+    await bench.run()
+
+    assert waits == [4.0, 2.0]
+    assert [(gap.substrate, gap.case is None) for gap in bench.records(Gap)] == [("c", True), ("a", False), ("b", False)]
+    assert all("time box of 12 s" in gap.reason for gap in bench.records(Gap))
+    assert not bench.records(Trial)
 
 
 async def test_a_time_box_gives_everybody_five_before_it_gives_anybody_more(tmp_path, monkeypatch):
