@@ -229,6 +229,15 @@ def _other_name(run: Gathered) -> Iterator[Finding]:
         yield Finding("another substrate", "warn", said, remedy, tuple(cases))
 
 
+def _missed(run: Gathered) -> Iterator[Finding]:
+    found = [one for one in run.cases.values() if one.missed]
+    if found:
+        missed, all_ = sum(one.missed for one in found), sum(one.n for one in found)
+        said = f"{missed} of {all_} trials in {len(found)} cases were not served as the case says: warm ones that found no sandbox ready, or cold ones that did"
+        remedy = "these cases mix two things: see `substrate_detail.missed` of their records, and run them again with fewer at once"
+        yield Finding("not served as asked", "warn", said, remedy, tuple(f"{one.case}: {one.missed} of {one.n}" for one in found))
+
+
 def _same_ground(run: Gathered) -> Iterator[Finding]:
     for what in ("limits", "software"):
         by_tier: dict[str, set[str]] = {}
@@ -317,6 +326,7 @@ _CHECKS: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (
     _not_inside,
     _uploaded,
     _other_name,
+    _missed,
     _same_ground,
     _as_in_the_paper,
 )

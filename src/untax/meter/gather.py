@@ -63,6 +63,8 @@ class Samples:
     actions: int = 0
     retried: int = 0
     warmups: int = 0
+    missed: int = 0
+    """Trials that went well and that the pool served otherwise than the case says: a warm one that found nothing ready, a cold one that did."""
     errors: Counter[str] = field(default_factory=Counter)
     """Kinds of failure, as "infra: SandboxLost"."""
     example: str = ""
@@ -263,6 +265,8 @@ def _take(samples: Samples, trial: Trial) -> None:
         samples.actions += trial.actions
         samples.dispatch.append(parts["dispatch"] * _NS / trial.actions)
     samples.unattributed.append(abs(parts["unattributed"]) / max(_UNATTRIBUTED_SHARE * total, _UNATTRIBUTED_NS))
+    if "missed" in trial.substrate_detail:
+        samples.missed += 1
     if len(samples.total) == 1:  # the trials of a case have these in common
         samples.limits.add(_facts(trial.limits))
         samples.software.add(_facts(_identity(trial.software)))

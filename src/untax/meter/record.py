@@ -36,6 +36,9 @@ fresh_episode     from asking for a sandbox until it is gone
 amortised_action  total ÷ actions
 """
 
+HELD = "held by the meter"
+"""`substrate_detail.warm` of a trial whose sandbox the meter had leased ahead, so that no lease from a pool is in it."""
+
 Path_ = Literal["channel", "incumbent"]
 Warmth = Literal["cold", "warm"]
 ImageState = Literal["present", "absent"]

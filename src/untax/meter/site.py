@@ -20,7 +20,7 @@ from untax.core.spec import Limits
 from untax.core.substrate import ImageForgetting, Incumbent
 from untax.engine import Engine
 from untax.meter import stress
-from untax.meter.record import Case
+from untax.meter.record import HELD, Case
 from untax.rollout.footing import Footing, footing
 from untax.rollout.material import Material
 from untax.rollout.runner import Measured, Runner, Work
@@ -153,7 +153,10 @@ class Site:
             attempts += 1
             measured.detail["substrate"] = self.name
             if case.warmth == "warm" and case.path == "channel":
-                measured.detail["warm"] = "the engine's pool" if held is None else "held by the meter"
+                measured.detail["warm"] = "the engine's pool" if held is None else HELD
+            wanted = "exact" if case.warmth == "warm" else "cold"
+            if (hit := measured.detail.get("hit", wanted)) != wanted:  # only a lease that a pool served has one
+                measured.detail["missed"] = f"the pool's answer was {hit}, and {wanted} was to be measured"
             if measured.outcome != "infra" or attempts > self._retries or not getattr(measured.error, "retryable", False):
                 return Attempted(measured, attempts, wasted_ns)
             wasted_ns += measured.total_ns

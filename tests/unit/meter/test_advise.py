@@ -123,6 +123,13 @@ def test_a_profile_is_what_was_measured(measured):
     assert "moon" not in {one.substrate for one in measured}
 
 
+@pytest.mark.parametrize(("note", "is_said"), [("held by the meter", True), ("the engine's pool", False), ("", False)])
+def test_only_what_the_meter_held_says_nothing_of_a_pool(note, is_said):
+    advice = advise([replace(QUICK_ACTIONS, warm_note=note)], Rollouts(isolation="vm", parallel=64), by="time")
+    assert advice.best.pool
+    assert any("what a lease from a pool costs is not in its start" in reason for reason in advice.reasons) == is_said
+
+
 def test_what_ran_as_something_else_has_no_profile(tmp_path):
     """An emulated machine has neither the boundary nor the speed of what it was asked for as."""
     cases = [Case("namespace", tier="T2"), Case("vm", tier="T2")]

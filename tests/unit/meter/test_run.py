@@ -269,6 +269,22 @@ async def test_warm_trials_say_what_kept_them_warm(tmp_path):
         assert ("warm" in trial.substrate_detail) == (trial.case.warmth == "warm")
 
 
+async def test_a_trial_that_the_pool_served_otherwise_than_its_case_says_is_marked(tmp_path, monkeypatch):
+    """A warm trial that finds nothing ready measures a cold start, and a cold one that finds something a warm one."""
+    whole = Bench(tmp_path / "whole", {"fake": FakeSubstrate()}, plan(warmth=("cold", "warm")))
+    await whole.run()
+    hits = {(t.case.warmth, t.substrate_detail["hit"], "missed" in t.substrate_detail) for t in whole.records(Trial)}
+    assert hits == {("cold", "cold", False), ("warm", "exact", False)}
+
+    async def nothing(*_):
+        return []
+
+    monkeypatch.setattr(Site, "_warmed", nothing)
+    bench = Bench(tmp_path / "empty", {"fake": FakeSubstrate()}, plan(warmth=("warm",)))
+    await bench.run()
+    assert all("exact was to be measured" in t.substrate_detail["missed"] for t in bench.records(Trial))
+
+
 async def test_the_incumbent_path_is_a_row_of_its_own_where_there_is_one(tmp_path):
     both, one = FakeSubstrate(incumbent=True), FakeSubstrate()
     bench = Bench(tmp_path, {"both": both, "one": one}, plan(substrates=("both", "one"), paths=("channel", "incumbent")))
