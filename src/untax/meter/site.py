@@ -115,9 +115,11 @@ class Site:
         except SubstrateError as exc:  # of the infrastructure, and so of these trials: each would have waited as long for its sandbox
             self._faults += 1
             spent_ns = now_ns() - asked_ns
+            await self._settle()  # of those that did come up
             return Slot([Attempted(_never_begun(exc, spent_ns)) for _ in range(case.concurrency)])
         queue = asyncio.Semaphore(self._workers) if self._workers else None
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._settle)
             stack.push_async_callback(_release_all, warm)
             if case.warmth == "warm" and not warm:
                 stack.push_async_callback(self._cool, case, work)
@@ -186,6 +188,10 @@ class Site:
         """Empty the pool again, so that the machine is as it was for whatever comes next."""
         if case.path == "channel":
             await self.engine.warm(work.footing.spec, 0)
+
+    async def _settle(self) -> None:
+        """Wait for what was given up to be gone: its end would run beside the next slot's trials, which may be another substrate's."""
+        await self.engine.pooling.driver.wait_settled()
 
     async def _see_to_image(self, case: Case, work: Work) -> None:
         if case.image != "absent":

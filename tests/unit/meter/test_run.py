@@ -269,6 +269,25 @@ async def test_warm_trials_say_what_kept_them_warm(tmp_path):
         assert ("warm" in trial.substrate_detail) == (trial.case.warmth == "warm")
 
 
+class Lingering(FakeSubstrate):
+    """Takes its time over each end."""
+
+    async def step(self, name):
+        for _ in range(50 if name == "destroy" else 0):
+            await asyncio.sleep(0)
+        await super().step(name)
+
+
+async def test_what_a_warm_slot_made_is_gone_before_the_next_begins(tmp_path):
+    fake, left = Lingering(), []
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), concurrency=(1, 3), trials=6))
+    bench._hooks["tell"] = lambda *_: left.append(len(fake.live))
+    await bench.run()
+
+    assert len(left) > 4
+    assert set(left) == {0}
+
+
 async def test_a_trial_that_the_pool_served_otherwise_than_its_case_says_is_marked(tmp_path, monkeypatch):
     """A warm trial that finds nothing ready measures a cold start, and a cold one that finds something a warm one."""
     whole = Bench(tmp_path / "whole", {"fake": FakeSubstrate()}, plan(warmth=("cold", "warm")))
