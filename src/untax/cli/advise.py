@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,17 @@ def carry_out(arguments: argparse.Namespace) -> int:
         run = gather(Path(arguments.run), tell=lambda done, of: progress("reading records", done, of))
     levels = _levels(run, arguments.isolation_of or [])
     unknown = sorted({case.substrate for case in run.cases} - levels.keys())
+    absent = _left_out(run, unknown)
     try:
         advice = advise(profiles(run, levels, arguments.tier), rollouts, by=arguments.by)
     except UsageError as exc:
-        if not unknown:
+        if not absent:
             raise
-        raise UsageError(f"{exc}; the isolation of {', '.join(unknown)} is not known here: say it with --isolation-of NAME=LEVEL") from exc
+        raise UsageError(f"{exc}; left out: {'; '.join(f'{name}: {reason}' for name, reason in absent.items())}") from exc
     if arguments.json:
-        print(json.dumps(_document(advice, unknown)))
+        print(json.dumps(_document(advice, absent)))
     else:
-        print("\n".join(one_line(line) for line in _text(advice, rollouts, unknown).splitlines()))
+        print("\n".join(one_line(line) for line in _text(advice, rollouts, absent).splitlines()))
     return 0
 
 
@@ -106,7 +108,17 @@ def _levels(run: Gathered, given: list[str]) -> dict[str, str]:
     return found
 
 
-def _text(advice: Advice, rollouts: Rollouts, unknown: list[str]) -> str:
+def _left_out(run: Gathered, unknown: list[str]) -> dict[str, str]:
+    """What was measured and cannot be advised, and why."""
+    found = {
+        one.case.substrate: f"it ran as {one.ran_as}, which is another boundary and another speed"
+        for one in run.cases.values()
+        if one.n and one.ran_as != one.case.substrate
+    }
+    return found | {name: f"its isolation level is not known here; say it with --isolation-of {name}=LEVEL" for name in unknown}
+
+
+def _text(advice: Advice, rollouts: Rollouts, absent: Mapping[str, str]) -> str:
     table = Table(
         "advice",
         f"Rollouts of {rollouts.length:g} actions, {rollouts.parallel} at once, isolation {rollouts.isolation} or stronger; best by {advice.by} first",
@@ -133,19 +145,18 @@ def _text(advice: Advice, rollouts: Rollouts, unknown: list[str]) -> str:
         for one in advice.break_evens:
             where = f"up to {one.length:,.0f} actions, {one.long} beyond" if one.length is not None else "at any length"
             lines.append(f"  {one.short} rather than {one.long}: {where}" if one.length is None else f"  {one.short} {where}")
-    lines += [f"Left out: {name}: {reason}" for name, reason in advice.left_out.items()]
-    lines += [f"Left out: {name}: its isolation level is not known here; say it with --isolation-of {name}=LEVEL" for name in unknown]
+    lines += [f"Left out: {name}: {reason}" for name, reason in {**advice.left_out, **absent}.items()]
     return "\n".join(lines)
 
 
-def _document(advice: Advice, unknown: list[str]) -> dict[str, Any]:
+def _document(advice: Advice, absent: Mapping[str, str]) -> dict[str, Any]:
     return {
         "untax_advice": 1,
         "by": advice.by,
         "options": [_option(option) for option in advice.options],
         "reasons": list(advice.reasons),
         "break_evens": [{"short": one.short, "long": one.long, "length": one.length} for one in advice.break_evens],
-        "left_out": {**advice.left_out, **dict.fromkeys(unknown, "its isolation level is not known here")},
+        "left_out": {**advice.left_out, **absent},
     }
 
 

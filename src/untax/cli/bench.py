@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,20 @@ from untax.cli import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
 from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
-from untax.core.substrate import Reluctant
+from untax.core.substrate import Importing, Reluctant
 from untax.meter import plan as plans
 from untax.meter import run as runs
 from untax.meter import summary as summaries
 from untax.meter.plan import Plan
+from untax.meter.record import Run
 from untax.rollout import workload as workloads
 from untax.rollout.material import Material
 from untax.substrates._host import chosen_state_dir, ensure_private_dir
 
 _RECORDS = "records.jsonl"
+_HOST = "host"
+_SMALL = "debian:bookworm+python3,git"
+"""What stands in for the host's own files in a time box where they would have to be exported whole: it has what T0, T1 and T2 run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--contention", action="append", choices=("none", "cpu", "disk", "network"), help="load beside the trials; repeatable"
     )
     what.add_argument("--workers", type=int, metavar="N", help="rollouts that may run at once, the others queue (default: all)")
+    what.add_argument("--image", action="append", metavar="NAME=IMAGE", help="for a substrate, instead of the workload's; repeatable")
     how = parser.add_argument_group("how")
     how.add_argument("--trials", type=int, metavar="N", help="of each case (default: 100)")
     how.add_argument("--quick", action="store_true", help="10 trials after one warm-up")
@@ -81,16 +87,17 @@ def carry_out(arguments: argparse.Namespace) -> int:
     command = "untax " + shlex.join(sys.argv[1:])
     if arguments.resume:
         out = Path(arguments.resume)
-        journal, first, done = runs.reopen(out / _RECORDS, command=command)
-        plan, run = plans.from_mapping(first.plan, where=str(out / _RECORDS)), first.run
-        known = {tier: workloads.load(tier) for tier, _ in plan.works}
+        journal, first, done = runs.reopen(out / _RECORDS, command=command, accept=_check_workloads)
+        plan, run = _plan_of(first), first.run
         if done.is_complete:
             journal.close()
             print(f"untax: the run in {out} is complete; there is nothing left to do", file=sys.stderr)
             return _conclude(arguments, out)
+        known = _known(plan)
     else:
         plan = _plan(arguments)
         known = _known(plan)
+        plan = _in_time(plan, known)
         out = Path(arguments.out) if arguments.out else Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
         done = runs.Done()
         journal, run = runs.begin(plan, out, command=command)
@@ -156,16 +163,54 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     for name in said["substrates"] if isinstance(said["substrates"], list) else []:
         if name not in substrates.names():
             raise UsageError(f"no substrate {name!r}; there are {', '.join(substrates.names())}")
+    if arguments.image:
+        said["options"] = _with_images(said, arguments.image)
     return plans.from_mapping(said, where=arguments.plan or "the plan")
 
 
+def _with_images(said: Mapping[str, Any], images: Sequence[str]) -> dict[str, Any]:
+    """The plan's options with an image for each that the command line names one for."""
+    found = dict(said.get("options", {}))
+    for text in images:
+        name, _, image = text.partition("=")
+        if not image or name not in said["substrates"]:
+            raise UsageError(f"--image {text!r}: write NAME=IMAGE with a substrate of the plan: {', '.join(map(str, said['substrates']))}")
+        found[name] = {**found.get(name, {}), "image": image}
+    return found
+
+
+def _in_time(plan: Plan, known: Mapping[str, workloads.Workload]) -> Plan:
+    """In a time box, a small image where `host` would mean to export all of this machine's files, which takes minutes."""
+    if not plan.budget_s or any(workload.image != _HOST for workload in known.values()):
+        return plan
+    options = {name: dict(said) for name, said in plan.options.items()}
+    for name in plan.substrates:
+        if isinstance(substrates.load(name), Importing):
+            options.setdefault(name, {}).setdefault("image", _SMALL)
+    return replace(plan, options=options)
+
+
+def _plan_of(first: Run) -> Plan:
+    return plans.from_mapping(first.plan, where="the run's first record")
+
+
+def _check_workloads(first: Run, done: runs.Done) -> None:
+    """`UsageError` when a trial from now on would do something else than those in the file."""
+    if done.is_complete:
+        return
+    known = _known(_plan_of(first))
+    for tier, digest in done.workloads.items():
+        if tier in known and known[tier].digest() != digest:
+            raise UsageError(f"workload {tier!r} has changed since the run began; start a new one, its trials do not belong with these")
+
+
 def _levels(text: str) -> dict[str, Any]:
-    words = [word for word in text.split(",") if word]
-    if "auto" in words:
-        return {"concurrency": [int(word) for word in words if word.isdigit()] or [1, 8, 32], "knee": True}
-    if not words or not all(word.isdigit() and int(word) for word in words):
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    numbers = [word for word in words if word != "auto"]
+    if not words or not all(word.isdecimal() and int(word) for word in numbers):
         raise UsageError(f"--concurrency {text!r}: write numbers as in 1,8,32, or auto")
-    return {"concurrency": [int(word) for word in words]}
+    levels = [int(word) for word in numbers]
+    return {"concurrency": levels or [1, 8, 32], "knee": True} if "auto" in words else {"concurrency": levels}
 
 
 def _known(plan: Plan) -> dict[str, workloads.Workload]:

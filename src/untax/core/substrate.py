@@ -274,6 +274,16 @@ class Reluctant(Protocol):
 
 
 @runtime_checkable
+class Seeing(Protocol):
+    """A substrate whose commands may see the files of the machine that untax runs on, by the same paths.
+
+    No isolation does not mean that: commands on another machine have none and see other files.
+    """
+
+    sees_host_files: bool
+
+
+@runtime_checkable
 class Incumbent(Protocol):
     """A sandbox that can also run a command the way its users do today, one exec at a time."""
 

@@ -15,6 +15,7 @@ from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS, is_as_strong
 from untax.meter import units
 from untax.meter.profile import Profile
+from untax.meter.record import HELD
 from untax.meter.stats import Interval
 from untax.pool.sizing import Demand, hit_rate
 
@@ -250,7 +251,7 @@ def _reasons(options: Sequence[Option], rollouts: Rollouts, by: By) -> list[str]
         found.append(
             "No warm start was measured on it: the pool is taken to hide create and ready, and nothing else. Measure it: `untax bench` with warm cases."
         )
-    if best.pool and profile.warm_note:
+    if best.pool and profile.warm_note == HELD:
         found.append(f"The warm sandboxes of its trials were {profile.warm_note}, so what a lease from a pool costs is not in its start.")
     if profile.knee and rollouts.parallel > profile.knee:
         found.append(

@@ -214,8 +214,28 @@ def _not_inside(run: Gathered) -> Iterator[Finding]:
 def _uploaded(run: Gathered) -> Iterator[Finding]:
     found = tuple(str(one.case) for one in run.cases.values() if one.detail.get("packages") == "uploaded")
     if found:
-        said = f"{len(found)} cases got the workload's packages anew in every trial, which is in their set-up"
-        yield Finding("packages uploaded", "note", said, "compare their other parts, or use an image that has the packages", found)
+        said = f"{len(found)} cases got the workload's packages anew in every trial, which is left out of the account"
+        yield Finding("packages uploaded", "note", said, "rollouts in earnest would pay for it: use an image that has the packages", found)
+
+
+def _other_name(run: Gathered) -> Iterator[Finding]:
+    by_name: dict[tuple[str, str], list[str]] = {}
+    for one in run.cases.values():
+        if one.n and one.ran_as != one.case.substrate:
+            by_name.setdefault((one.case.substrate, one.ran_as), []).append(str(one.case))
+    for (asked, ran_as), cases in by_name.items():
+        said = f"{asked} ran as {ran_as} in {len(cases)} cases: neither its speed nor its boundary is what {asked} stands for"
+        remedy = f"read these numbers as those of {ran_as}, or measure on a host that has what {asked} needs (`untax doctor`)"
+        yield Finding("another substrate", "warn", said, remedy, tuple(cases))
+
+
+def _missed(run: Gathered) -> Iterator[Finding]:
+    found = [one for one in run.cases.values() if one.missed]
+    if found:
+        missed, all_ = sum(one.missed for one in found), sum(one.n for one in found)
+        said = f"{missed} of {all_} trials in {len(found)} cases were not served as the case says: warm ones that found no sandbox ready, or cold ones that did"
+        remedy = "these cases mix two things: see `substrate_detail.missed` of their records, and run them again with fewer at once"
+        yield Finding("not served as asked", "warn", said, remedy, tuple(f"{one.case}: {one.missed} of {one.n}" for one in found))
 
 
 def _same_ground(run: Gathered) -> Iterator[Finding]:
@@ -305,6 +325,8 @@ _CHECKS: tuple[Callable[[Gathered], Iterator[Finding]], ...] = (
     _unattributed,
     _not_inside,
     _uploaded,
+    _other_name,
+    _missed,
     _same_ground,
     _as_in_the_paper,
 )

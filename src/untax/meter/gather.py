@@ -58,9 +58,13 @@ class Samples:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Sums over the trials that went well."""
     control_plane: float = 0.0
+    setup_own: float = 0.0
+    """Of the part setup, the own time of the workload's set-up commands; a sum as well."""
     actions: int = 0
     retried: int = 0
     warmups: int = 0
+    missed: int = 0
+    """Trials that went well and that the pool served otherwise than the case says: a warm one that found nothing ready, a cold one that did."""
     errors: Counter[str] = field(default_factory=Counter)
     """Kinds of failure, as "infra: SandboxLost"."""
     example: str = ""
@@ -83,6 +87,11 @@ class Samples:
         return Series(self.case.substrate, self.case.path, self.case.warmth)
 
     @property
+    def ran_as(self) -> str:
+        """What the substrate called itself; another name than the case's is another thing than what was asked for."""
+        return self.detail.get("substrate", self.case.substrate)
+
+    @property
     def mean_parts(self) -> dict[str, float]:
         """What a trial divides into, on average; together the mean total."""
         return {name: total / self.n for name, total in self.parts.items()}
@@ -94,8 +103,8 @@ class Samples:
 
     @property
     def tax(self) -> float:
-        """Mean of everything that is not the agent's own commands."""
-        return sum(seconds for name, seconds in self.parts.items() if name != "action") / self.n
+        """Mean of everything that is not the workload's own commands."""
+        return (sum(seconds for name, seconds in self.parts.items() if name != "action") - self.setup_own) / self.n
 
     @property
     def tax_share(self) -> float:
@@ -249,10 +258,15 @@ def _take(samples: Samples, trial: Trial) -> None:
         if ns:
             sums[name] += ns * _NS
     samples.control_plane += trial.control_plane_ns * _NS
+    if type(trial.setup_own_ns) is not int or not 0 <= trial.setup_own_ns <= parts["setup"]:
+        raise TypeError(f"{trial.setup_own_ns!r} ns of set-up commands")
+    samples.setup_own += trial.setup_own_ns * _NS
     if trial.actions:
         samples.actions += trial.actions
         samples.dispatch.append(parts["dispatch"] * _NS / trial.actions)
     samples.unattributed.append(abs(parts["unattributed"]) / max(_UNATTRIBUTED_SHARE * total, _UNATTRIBUTED_NS))
+    if "missed" in trial.substrate_detail:
+        samples.missed += 1
     if len(samples.total) == 1:  # the trials of a case have these in common
         samples.limits.add(_facts(trial.limits))
         samples.software.add(_facts(_identity(trial.software)))

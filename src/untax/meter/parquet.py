@@ -50,7 +50,19 @@ def _row(trial: Trial) -> dict[str, Any]:
     }
 
 
-_PLAIN = ("trial", "order", "warmup", "started_at", "outcome", "total_ns", "actions", "attempts", "wasted_ns", "control_plane_ns")
+_PLAIN = (
+    "trial",
+    "order",
+    "warmup",
+    "started_at",
+    "outcome",
+    "total_ns",
+    "actions",
+    "attempts",
+    "wasted_ns",
+    "control_plane_ns",
+    "setup_own_ns",
+)
 
 
 def _schema(pyarrow: Any) -> Any:

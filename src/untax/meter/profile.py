@@ -65,7 +65,7 @@ class Profile:
 
 
 def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = None) -> list[Profile]:
-    """One for each cold series whose substrate's isolation level is known. `tier`: whose trajectories; the heaviest unless told."""
+    """One for each cold series whose substrate's isolation level is known and that ran as what it is called. `tier`: whose trajectories; the heaviest unless told."""
     if not run.tiers:
         return []
     tier = project.tier_for(run, tier)
@@ -73,7 +73,9 @@ def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = Non
     found = []
     for series in run.series:
         samples = _longest(run, series, tier)
-        if series.warmth == "cold" and series.substrate in isolation and samples is not None and samples.actions:
+        if series.warmth != "cold" or series.substrate not in isolation or samples is None or not samples.actions:
+            continue
+        if samples.ran_as == series.substrate:  # under another name it has neither this one's boundary nor its speed
             found.append(_profile(run, series, samples, isolation[series.substrate], knees.get(series)))
     return found
 

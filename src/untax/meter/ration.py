@@ -54,6 +54,10 @@ class Ration:
         """Whether there is time for one more trial of each."""
         return spent_s + sum(self.costs_s.get(case, 0.0) for case in admitted) <= self.budget_s
 
+    def has_slot(self, case: Case, guess_s: float, spent_s: float) -> bool:
+        """Whether there is time for one more slot of `case`, of which `guess_s` is thought until its cost is known."""
+        return spent_s + self.costs_s.get(case, guess_s) <= self.budget_s
+
     def note(self, case: Case, cost_s: float) -> None:
         """The latest costs count most: the machine's mood changes."""
         before = self.costs_s.get(case)

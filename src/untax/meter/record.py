@@ -30,10 +30,14 @@ PARTS = (*SPANS, "unattributed")
 """What a trial's time divides into; `untax.core.span.PARTS` says what is inside each."""
 
 METRICS = ("first_command", "fresh_episode", "amortised_action")
-"""first_command     from asking for a sandbox until its first command could run: queue + create + ready + setup
+"""first_command     from asking for a sandbox until its first command could run: queue + create + ready, and of setup what the lease was missing;
+                  the workload's own set-up commands come after it
 fresh_episode     from asking for a sandbox until it is gone
 amortised_action  total ÷ actions
 """
+
+HELD = "held by the meter"
+"""`substrate_detail.warm` of a trial whose sandbox the meter had leased ahead, so that no lease from a pool is in it."""
 
 Path_ = Literal["channel", "incumbent"]
 Warmth = Literal["cold", "warm"]
@@ -109,6 +113,8 @@ class Trial:
     """Of the attempts before the last. A rollout worker was busy for `total_ns + wasted_ns`."""
     control_plane_ns: int = 0
     """Of create + ready; 0 where there is no control plane."""
+    setup_own_ns: int = 0
+    """Of setup: the own time of the workload's set-up commands, measured inside. No tax: a plain script would spend it as well."""
     error: Mapping[str, str] | None = None
     limits: Mapping[str, float] = field(default_factory=dict)
     software: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from untax.core.errors import UntaxError
+from untax.core.errors import SubstrateUnavailable, UntaxError
 from untax.core.span import now_ns
 from untax.engine import Engine
 from untax.meter import conditions, host
@@ -49,6 +49,8 @@ class Done:
     order: int = 0
     failed: int = 0
     is_complete: bool = False
+    workloads: dict[str, str] = field(default_factory=dict)
+    """The digest of each tier's workload, as its trials have it."""
 
 
 def begin(plan: Plan, out: Path, *, command: str) -> tuple[Journal, str]:
@@ -58,13 +60,14 @@ def begin(plan: Plan, out: Path, *, command: str) -> tuple[Journal, str]:
     return Journal.create(out / "records.jsonl", first), run
 
 
-def reopen(path: Path, *, command: str) -> tuple[Journal, Run, Done]:
-    """Go on with a run; its plan is in the first record."""
+def reopen(path: Path, *, command: str, accept: Callable[[Run, Done], None] = lambda *_: None) -> tuple[Journal, Run, Done]:
+    """Go on with a run; its plan is in the first record. `accept` is asked before anything is written, and raises to leave it as it is."""
     done = Done()
     with Reader(path) as reader:
         for record in reader:
             _note(done, record)
         first = reader.run
+    accept(first, done)
     journal = Journal.resume(path)
     if not done.is_complete:
         try:
@@ -81,8 +84,11 @@ def _note(done: Done, record: object) -> None:
         done.trials.add((record.case, record.trial, record.warmup))
         done.order = max(done.order, record.order + 1)
         done.failed += record.outcome != "ok" and not record.warmup
-    elif isinstance(record, Batch) and not record.warmup:
-        done.throughput.setdefault(record.case, []).append(record.rollouts * 1e9 / max(1, record.wall_ns))
+        if "workload" in record.software:
+            done.workloads[record.case.tier] = record.software["workload"]
+    elif isinstance(record, Batch) and not record.warmup and record.wall_ns > 0:  # 0: none of its rollouts was begun
+        good = record.rollouts - record.failed
+        done.throughput.setdefault(record.case, []).append(good * 1e9 / record.wall_ns)
     elif isinstance(record, Gap) and record.case is not None:
         done.dropped.add(record.case)
     elif isinstance(record, End):
@@ -165,14 +171,12 @@ class Bench:
         return address
 
     async def _open(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> None:
-        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready. Without pools one serves both."""
+        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready."""
         try:
             for warmth in self._plan.warmth:
-                opened = [site for (substrate, _), site in self._sites.items() if substrate == name]
-                if opened and not opened[0].has_pool:
-                    self._sites[name, warmth] = opened[0]
-                else:
-                    self._sites[name, warmth] = await self._opened(stack, name, server)
+                if self._is_over:
+                    raise SubstrateUnavailable("", f"the time box of {self._plan.budget_s:g} s was over before it could be tried")
+                self._sites[name, warmth] = await self._opened(stack, name, server)
         except UntaxError as exc:
             self._forget(name)
             self._gap(name, f"{type(exc).__name__}: {exc}")
@@ -197,8 +201,14 @@ class Bench:
         )
         stack.callback(site.close)
         # In a time box, one whose image takes longer than a third of it leaves nothing to the others.
-        await site.examine(next(iter(self._workloads.values())), wait_s=plan.budget_s / 3 or None)
+        wait_s = min(plan.budget_s / 3, plan.budget_s - self._spent_s()) if plan.budget_s else None
+        await site.examine(next(iter(self._workloads.values())), wait_s=wait_s)
         return site
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is a time box and nothing is left of it."""
+        return 0 < self._plan.budget_s <= self._spent_s()
 
     def _forget(self, name: str) -> None:
         for key in [key for key in self._sites if key[0] == name]:
@@ -210,6 +220,9 @@ class Bench:
         for case in cases:
             site = self._sites.get((case.substrate, case.warmth))
             if site is None or case in self._done.dropped or (case.path == "incumbent" and not site.has_incumbent):
+                continue
+            if self._is_over:
+                self._drop(case, f"the time box of {self._plan.budget_s:g} s was over before its stages were built")
                 continue
             try:
                 self._works[case] = await site.prepare(case, self._workloads[case.tier])
@@ -274,7 +287,7 @@ class Bench:
         self._slots_done += 1
         self._tell(self._slots_done, self._slots_total(cases), self._left_s(cases), str(case))
         if (reason := await site.gone_reason()) is not None:
-            self._lose(site, reason)
+            self._lose(case.substrate, reason)
 
     def _keep(self, number: int, case: Case, slot: Slot, work: Work, started_at: str) -> None:
         is_warmup = number < 0
@@ -314,6 +327,7 @@ class Bench:
             attempts=attempted.attempts,
             wasted_ns=attempted.wasted_ns,
             control_plane_ns=measured.control_plane_ns,
+            setup_own_ns=measured.setup_own_ns,
             error={"type": type(error).__name__, "message": str(error)[:2000]} if error is not None else None,
             limits=asdict(work.footing.spec.limits),
             software=facts_of(measured, work),
@@ -335,12 +349,16 @@ class Bench:
     async def _climb(self, case: Case) -> None:
         best = self._throughput(case)
         while case.concurrency * _KNEE_FACTOR <= _KNEE_MOST:
-            work = self._works.get(case)
+            work, below = self._works.get(case), case
             case = replace(case, concurrency=case.concurrency * _KNEE_FACTOR)
             if work is None:
                 return
             self._works[case] = work
             for number in range(-1, min(_KNEE_BATCHES, slots(self._plan.trials, case))):
+                # Beyond the knee so many at once take as many times as long, and nobody knows yet whether this is beyond it.
+                if not self._ration.has_slot(case, _KNEE_FACTOR * self._ration.costs_s.get(below, 0.0), self._spent_s()):
+                    self._drop(case, f"the time box of {self._plan.budget_s:g} s was over before the knee was found")
+                    return
                 if case in self._works:
                     await self._slot(number, case, [case])
             reached = self._throughput(case)
@@ -350,19 +368,20 @@ class Bench:
             best = reached
 
     def _throughput(self, case: Case) -> float:
-        """Rollouts per second: the median of its batches; 0 when there is none."""
+        """Good rollouts per second: the median of its batches; 0 when there is none."""
         found = sorted(self._done.throughput.get(case, []))
         return found[len(found) // 2] if found else 0.0
 
     # ---- what could not be had ----
 
-    def _lose(self, site: Site, reason: str) -> None:
-        self._forget(site.name)
-        mine = [case for case in self._works if case.substrate == site.name]
+    def _lose(self, name: str, reason: str) -> None:
+        """`name` is the plan's: a substrate may call itself by another once it has started."""
+        self._forget(name)
+        mine = [case for case in self._works if case.substrate == name]
         missing = sum(max(0, slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)) for case in mine)
         for case in mine:
             del self._works[case]
-        self._gap(site.name, reason, trials_missing=missing)
+        self._gap(name, reason, trials_missing=missing)
 
     def _drop(self, case: Case, reason: str) -> None:
         self._works.pop(case, None)

@@ -20,7 +20,7 @@ from untax.core.spec import Limits
 from untax.core.substrate import ImageForgetting, Incumbent
 from untax.engine import Engine
 from untax.meter import stress
-from untax.meter.record import Case
+from untax.meter.record import HELD, Case
 from untax.rollout.footing import Footing, footing
 from untax.rollout.material import Material
 from untax.rollout.runner import Measured, Runner, Work
@@ -42,7 +42,7 @@ class Attempted:
 
 @dataclass(slots=True)
 class Slot:
-    """What came of one: its trials, and from the first's beginning to the last's end."""
+    """What came of one: its trials, and from the first's beginning to the last's end; 0 when none was begun."""
 
     trials: list[Attempted] = field(default_factory=list)
     wall_ns: int = 0
@@ -78,12 +78,8 @@ class Site:
 
     @property
     def name(self) -> str:
+        """What the substrate calls itself, which may say more than the plan: that it is emulated, for example."""
         return self.engine.substrate.name
-
-    @property
-    def has_pool(self) -> bool:
-        """Whether its engine keeps sandboxes ready by itself."""
-        return hasattr(self.engine, "warm")
 
     async def examine(self, workload: Workload, *, wait_s: float | None = None) -> None:
         """One sandbox, to see that it works and what it offers; `UntaxError` when it does not, or not within `wait_s`."""
@@ -113,13 +109,17 @@ class Site:
     async def run_slot(self, case: Case, work: Work) -> Slot:
         """All trials of a slot. Whatever fails is in what is given; only cancellation is raised, and `UntaxError` of what surrounds them."""
         await self._see_to_image(case, work)
+        asked_ns = now_ns()
         try:
             warm = await self._warmed(case, work)
-        except SubstrateError as exc:  # of the infrastructure, and so of these trials
+        except SubstrateError as exc:  # of the infrastructure, and so of these trials: each would have waited as long for its sandbox
             self._faults += 1
-            return Slot([Attempted(Measured(outcome="infra", error=exc)) for _ in range(case.concurrency)])
+            spent_ns = now_ns() - asked_ns
+            await self._settle()  # of those that did come up
+            return Slot([Attempted(_never_begun(exc, spent_ns)) for _ in range(case.concurrency)])
         queue = asyncio.Semaphore(self._workers) if self._workers else None
         async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._settle)
             stack.push_async_callback(_release_all, warm)
             if case.warmth == "warm" and not warm:
                 stack.push_async_callback(self._cool, case, work)
@@ -153,8 +153,12 @@ class Site:
         while True:
             measured = await self.runner.run(work, path=case.path, is_warm=case.warmth == "warm", held=held, queue=queue)
             attempts += 1
+            measured.detail["substrate"] = self.name
             if case.warmth == "warm" and case.path == "channel":
-                measured.detail["warm"] = "the engine's pool" if held is None else "held by the meter"
+                measured.detail["warm"] = "the engine's pool" if held is None else HELD
+            wanted = "exact" if case.warmth == "warm" else "cold"
+            if (hit := measured.detail.get("hit", wanted)) != wanted:  # only a lease that a pool served has one
+                measured.detail["missed"] = f"the pool's answer was {hit}, and {wanted} was to be measured"
             if measured.outcome != "infra" or attempts > self._retries or not getattr(measured.error, "retryable", False):
                 return Attempted(measured, attempts, wasted_ns)
             wasted_ns += measured.total_ns
@@ -165,7 +169,7 @@ class Site:
                     return Attempted(measured, attempts, wasted_ns - measured.total_ns)
 
     async def _warmed(self, case: Case, work: Work) -> list[Box]:
-        """Fill the engine's pool, or hold boxes where it has none."""
+        """Fill the engine's pool, or hold boxes where packages have to be uploaded: a pool knows nothing of those."""
         if case.warmth != "warm" or case.path != "channel":
             return []
         if work.footing.upload is None:
@@ -185,6 +189,10 @@ class Site:
         if case.path == "channel":
             await self.engine.warm(work.footing.spec, 0)
 
+    async def _settle(self) -> None:
+        """Wait for what was given up to be gone: its end would run beside the next slot's trials, which may be another substrate's."""
+        await self.engine.pooling.driver.wait_settled()
+
     async def _see_to_image(self, case: Case, work: Work) -> None:
         if case.image != "absent":
             return
@@ -202,6 +210,13 @@ class Site:
             await self.engine.warehouse.discard(spec)
         else:
             raise UsageError(f"substrate {self.name!r} cannot drop an image")
+
+
+def _never_begun(error: SubstrateError, spent_ns: int) -> Measured:
+    """A trial whose sandbox was not there when it should have begun."""
+    measured = Measured(outcome="infra", error=error, total_ns=spent_ns)
+    measured.parts_ns["create"] = spent_ns
+    return measured
 
 
 async def _release_all(boxes: list[Box]) -> None:

@@ -27,6 +27,12 @@ class Row:
     tax: array[float] = field(default_factory=lambda: array("d"))
     failed: int = 0
 
+    @property
+    def tax_share(self) -> float:
+        """Of all time of the good trials, as the report has it; not a number where there is none."""
+        total = sum(self.total)
+        return sum(self.tax) / total if total else math.nan
+
 
 @dataclass(slots=True)
 class Summary:
@@ -57,7 +63,7 @@ def summarise(path: Path) -> Summary:
                     continue
                 row.first_command.append(record.metrics_ns["first_command"] / 1e9)
                 row.total.append(record.total_ns / 1e9)
-                row.tax.append(sum(record.parts_ns[part] for part in _TAX) / 1e9)
+                row.tax.append((sum(record.parts_ns[part] for part in _TAX) - record.setup_own_ns) / 1e9)
                 holes.append(abs(record.parts_ns["unattributed"]) / max(0.01 * record.total_ns, 50_000))
         return Summary(dict(sorted(rows.items(), key=_order)), gaps, reader.run.span_cost_ns, is_complete, percentile(holes, 95))
 
@@ -69,15 +75,14 @@ def lines(summary: Summary) -> list[str]:
     cost_s = summary.span_cost_ns / 1e9
     is_marked = False
     for case, row in summary.rows.items():
-        total, tax = percentile(row.total, 50), percentile(row.tax, 50)
         cells = []
         for samples in (row.first_command, row.total):
             p50 = percentile(samples, 50)
             mark = "*" if p50 < BELOW_RESOLUTION * cost_s else ""
             is_marked = is_marked or bool(mark)
             cells += [_time(p50) + mark, _time(percentile(samples, 95))]
-        share = f"{tax / total:.1%}" if total else "–"
-        table.append((str(case), str(len(row.total)), str(row.failed or ""), *cells, _time(tax), share))
+        share = "–" if math.isnan(row.tax_share) else f"{row.tax_share:.1%}"
+        table.append((str(case), str(len(row.total)), str(row.failed or ""), *cells, _time(percentile(row.tax, 50)), share))
     widths = [max(len(line[n]) for line in table) for n in range(len(head))]
     said = [
         "  ".join(cell.ljust(w) if n == 0 else cell.rjust(w) for n, (cell, w) in enumerate(zip(line, widths, strict=True)))
@@ -105,7 +110,7 @@ def as_json(summary: Summary) -> dict[str, Any]:
             "failed": row.failed,
             "first_command": numbers(row.first_command),
             "fresh_episode": numbers(row.total),
-            "tax": numbers(row.tax),
+            "tax": {**numbers(row.tax), "share": _plain(row.tax_share)},
             "below_resolution": bool(row.first_command)
             and min(percentile(row.first_command, 50), percentile(row.total, 50)) < BELOW_RESOLUTION * summary.span_cost_ns / 1e9,
         }

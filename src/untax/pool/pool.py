@@ -330,11 +330,15 @@ class PoolDriver(Generic[R, E]):
 
     async def wait_closed(self) -> None:
         """Return once nothing that was made is idle or on its way any more."""
-        while tasks := [*self._making.values(), *self._destroying]:
-            await asyncio.wait(tasks)
+        await self.wait_settled()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    async def wait_settled(self) -> None:
+        """Return once nothing is being made or destroyed, as far as nobody asks for more meanwhile."""
+        while tasks := [*self._making.values(), *self._destroying]:
+            await asyncio.wait(tasks)
 
     # ---- events in, orders out ----
 

@@ -39,6 +39,8 @@ class Measured:
     total_ns: int = 0
     metrics_ns: dict[str, int] = field(default_factory=dict)
     actions: int = 0
+    setup_own_ns: int = 0
+    """Of the part `setup`: the own time of the workload's set-up commands, which a plain script would spend as well."""
     control_plane_ns: int = 0
     stages: dict[str, float] = field(default_factory=dict)
     detail: dict[str, Any] = field(default_factory=dict)
@@ -95,8 +97,11 @@ class Trial(abc.ABC):
         self.measured.metrics_ns["first_command"] = self.watch.last_ns - begin_ns - self.excluded_ns
         self.doing = "setup"
         for step in self.work.footing.setup:
-            perform.check(step, await self.act(step))
-            self.cut("setup")
+            done = await self.act(step)
+            part_ns = self.cut("setup")
+            # Clamped as an action's own time is: a sandbox may claim what it likes.
+            self.measured.setup_own_ns += min(part_ns, done.inside_ns or 0)
+            perform.check(step, done)
         self.doing = "dispatch"
         for action in self.work.actions:
             done = await self.act(action)
@@ -132,10 +137,11 @@ class Trial(abc.ABC):
         """What it shows is not the workload's doing, although every action ended as it should."""
         self.measured.outcome, self.measured.error = "infra", BackendError("", reason)
 
-    def cut(self, part: str) -> None:
-        """End a part now; the next begins here."""
+    def cut(self, part: str) -> int:
+        """End a part now; the next begins here. Gives how long it was."""
         start_ns, end_ns = self.watch.part()
         self.measured.parts_ns[part] += end_ns - start_ns
+        return end_ns - start_ns
 
     def exclude(self) -> None:
         """Leave out of the account what happened since the last part."""
@@ -157,9 +163,11 @@ class Trial(abc.ABC):
             self.measured.detail["inside"] = "not measured: no bash inside that knows the time, so dispatch is in action"
 
     def describe(self, sandbox: Sandbox | None) -> None:
-        """What the sandbox says about itself, for the record."""
+        """What the sandbox says about itself, for the record; call it once every part is in the account."""
         if isinstance(sandbox, Orchestrated):
-            self.measured.control_plane_ns = sandbox.control_plane_ns
+            # A sandbox that was made ahead tells of a control plane at work before the trial, which is no part of it.
+            parts = self.measured.parts_ns
+            self.measured.control_plane_ns = min(sandbox.control_plane_ns, parts["create"] + parts["ready"])
         if isinstance(sandbox, Detailing):
             self.measured.detail.update(sandbox.detail)
 

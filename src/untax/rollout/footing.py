@@ -1,8 +1,8 @@
 """What a workload stands on with one engine: its spec, and what is still to be brought before its first action.
 
 The software is the same on every substrate; how it gets there depends on what the engine can do. Where there are layers, packages are
-a stage; where commands see the host's own files, they are a directory there; elsewhere they go over the channel, which is then part
-of `setup`, and the record says so.
+a stage; where commands see the host's own files, they are a directory there; elsewhere they go over the channel, which is left out of
+the account, and the record says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from untax.core.spec import EnvSpec, Limits, Network, Repo
+from untax.core.substrate import Seeing
 from untax.engine import Engine
 from untax.layers.deps import WHEELS
 from untax.rollout.material import Material, Repository
@@ -52,7 +53,7 @@ def footing(
     where = "none"
     if workload.packages:
         where, directory = "stage", PACKAGES
-        if engine.substrate.isolation == "none":
+        if isinstance(engine.substrate, Seeing) and engine.substrate.sees_host_files:
             where, directory = "host", str(material.packages(workload.packages))
         elif engine.warehouse.has_stages:
             setup_steps = (install_step(workload.packages),)

@@ -41,7 +41,7 @@ class Runner:
     ) -> Measured:
         """One trial. A fault is in what is given, never raised; cancellation is passed on once everything is given back.
 
-        `held` is a box that was leased ahead, for a warm trial where the engine has no pool; the trial releases it. On the incumbent path
+        `held` is a box that was leased ahead, for a warm trial that a pool cannot serve; the trial releases it. On the incumbent path
         a warm trial makes its sandbox before time is taken. `queue` is waited for first, as a rollout waits for a worker.
         """
         if path != "incumbent":
@@ -82,16 +82,18 @@ class _ChannelTrial(Trial):
         if footing.upload is not None:
             self.doing = "setup"
             await box.upload(footing.upload, PACKAGES, timeout_s=_UPLOAD_S)
-            self.cut("setup")
+            self.exclude()  # they are of the image, elsewhere a layer or a directory that is there before
 
     def settle(self) -> None:
         """The parts of the lease, from its ledger. What lies before its first is still waiting to be taken up, what follows its last is not yet ready."""
         if self._leased is None:
             return
         box, sandbox, asked_ns, got_ns = self._leased
+        if not self._is_held:
+            self._add_lease(box, asked_ns, got_ns)
         self.describe(sandbox)
-        if self._is_held:
-            return
+
+    def _add_lease(self, box: Box, asked_ns: int, got_ns: int) -> None:
         ledger, parts = box.ledger, self.measured.parts_ns
         self.measured.stages = dict(ledger.stages)
         if (hit := getattr(ledger, "hit", None)) is not None:
@@ -103,6 +105,17 @@ class _ChannelTrial(Trial):
                 parts[span.name] += span.elapsed_ns
                 until_ns = max(until_ns, ledger.start_ns + span.end_ns)
         parts["ready"] += max(0, got_ns - until_ns)
+        if not self.engine.warehouse.has_stages:
+            self._leave_out_repository()
+
+    def _leave_out_repository(self) -> None:
+        """A spec has one only where it is preloaded (or warm); without layers it is copied in anew, as on the incumbent path for the meter's sake."""
+        measured = self.measured
+        ns = min(measured.parts_ns["setup"], int(measured.stages.get("repo", 0.0) * 1e9))
+        measured.parts_ns["setup"] -= ns
+        measured.total_ns -= ns
+        if "first_command" in measured.metrics_ns:
+            measured.metrics_ns["first_command"] -= ns
 
     async def act(self, action: Action) -> Done:
         assert self._box is not None

@@ -50,6 +50,7 @@ def make(state_dir: str | None = None) -> ProcessSubstrate:
 class ProcessSubstrate:
     name = "process"
     isolation = "none"
+    sees_host_files = True
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk"))  # nobody is held to any
 
     def __init__(self, state_dir: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 from tests import records
 
 from untax.cli import main
+from untax.meter.record import Case
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,20 @@ def test_a_substrate_that_is_not_installed_is_left_out_until_its_level_is_said(r
     assert "--isolation-of" in capsys.readouterr().err
     assert main(["advise", run_dir, "--isolation", "vm", "--isolation-of", "vm=vm", "--json"]) == 0
     assert {option["substrate"] for option in json.loads(capsys.readouterr().out)["options"]} == {"vm"}
+
+
+def test_what_ran_as_something_else_is_left_out_of_the_advice_by_name(tmp_path, capsys):
+    made = [records.a_run()]
+    for name, ran_as in (("namespace", "namespace"), ("vm", "vm-emulated")):
+        made += [records.a_trial(Case(name, tier="T2"), n, substrate_detail={"substrate": ran_as}) for n in range(3)]
+    records.write(tmp_path / "records.jsonl", made)
+
+    assert main(["advise", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert {option["substrate"] for option in document["options"]} == {"namespace"}
+    assert "vm-emulated" in document["left_out"]["vm"]
+    assert main(["advise", str(tmp_path), "--isolation", "vm"]) == 2
+    assert "ran as vm-emulated" in capsys.readouterr().err
 
 
 def test_two_runs_of_the_same_agree_and_a_slower_one_does_not(tmp_path, capsys):

@@ -10,6 +10,7 @@ from untax.core.spec import ISOLATION_LEVELS, is_as_strong
 from untax.meter.advise import Rollouts, advise, by_isolation, pick
 from untax.meter.gather import gather
 from untax.meter.profile import Profile, profiles
+from untax.meter.record import Case
 
 LEVELS = {"process": "none", "namespace": "namespace", "container": "container", "kubernetes": "container", "vm": "vm"}
 
@@ -120,6 +121,22 @@ def test_a_profile_is_what_was_measured(measured):
     assert found.own_s == pytest.approx(0.13, rel=0.1)
     assert set(found.own_by_tier) == {"T0", "T1", "T2"}
     assert "moon" not in {one.substrate for one in measured}
+
+
+@pytest.mark.parametrize(("note", "is_said"), [("held by the meter", True), ("the engine's pool", False), ("", False)])
+def test_only_what_the_meter_held_says_nothing_of_a_pool(note, is_said):
+    advice = advise([replace(QUICK_ACTIONS, warm_note=note)], Rollouts(isolation="vm", parallel=64), by="time")
+    assert advice.best.pool
+    assert any("what a lease from a pool costs is not in its start" in reason for reason in advice.reasons) == is_said
+
+
+def test_what_ran_as_something_else_has_no_profile(tmp_path):
+    """An emulated machine has neither the boundary nor the speed of what it was asked for as."""
+    cases = [Case("namespace", tier="T2"), Case("vm", tier="T2")]
+    made = [records.a_trial(case, n, substrate_detail={"substrate": f"{case.substrate}{'-emulated' * (case.substrate == 'vm')}"})
+            for case in cases for n in range(3)]  # fmt: skip
+    run = gather(records.write(tmp_path / "records.jsonl", [records.a_run(), *made]))
+    assert [one.name for one in profiles(run, LEVELS)] == ["namespace"]
 
 
 def test_without_measurements_the_weakest_that_will_do_is_first():

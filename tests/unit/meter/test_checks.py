@@ -148,3 +148,15 @@ def test_many_quiet_cases_do_not_drift_by_chance(tmp_path):
 
 def test_packages_that_came_in_every_trial_are_said(tmp_path):
     assert "packages uploaded" in found(tmp_path, [records.a_run(), *quiet(software={"image": "x", "packages": "uploaded"}), END])
+
+
+def test_a_substrate_that_ran_as_another_is_a_warning(tmp_path):
+    other = found(tmp_path, [records.a_run(), *quiet(substrate_detail={"substrate": "namespace-emulated"}), END])["another substrate"]
+    assert other.level == "warn" and "namespace-emulated" in other.found
+    assert "another substrate" not in found(tmp_path, [records.a_run(), *quiet(substrate_detail={"substrate": "namespace"}), END])
+
+
+def test_trials_that_the_pool_served_otherwise_are_counted(tmp_path):
+    made = [*quiet(28), *quiet(2, substrate_detail={"missed": "the pool's answer was exact, and cold was to be measured"})]
+    finding = found(tmp_path, [records.a_run(), *made, END])["not served as asked"]
+    assert finding.level == "warn" and finding.cases == ("namespace T2 cold: 2 of 30",)

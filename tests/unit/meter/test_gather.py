@@ -1,11 +1,14 @@
 """From a file of records to columns: warm-up is left out, failures are paid for and never averaged in, filters are checked."""
 
+from dataclasses import replace
+
 import pytest
 from tests import records
 
 from untax.core.errors import RecordError, UsageError
 from untax.meter.gather import Series, gather
 from untax.meter.record import Case, Gap, to_line
+from untax.meter.summary import summarise
 
 CASE = Case("namespace", tier="T2", length=50)
 
@@ -38,6 +41,30 @@ def test_parts_add_up_to_the_mean_total(tmp_path):
     found = gather(file).cases[CASE]
     assert sum(found.mean_parts.values()) == pytest.approx(sum(found.total) / found.n)
     assert found.tax == pytest.approx(sum(found.total) / found.n - found.mean_parts["action"])
+
+
+def test_the_own_time_of_set_up_commands_is_no_tax(tmp_path):
+    """The report and the summary agree on it, and a file from before it was recorded reads as if there were none."""
+    trial = records.a_trial(CASE)
+    own = replace(trial, setup_own_ns=trial.parts_ns["setup"] - 1)
+    old = to_line(trial).replace(b'"setup_own_ns":0,', b"")
+    assert b"setup_own_ns" not in old
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.write_bytes(to_line(records.a_run()) + old)
+    records.write(after, [records.a_run(), own])
+
+    setup_s = own.setup_own_ns / 1e9
+    assert setup_s > 0
+    assert gather(after).cases[CASE].tax == pytest.approx(gather(before).cases[CASE].tax - setup_s)
+    assert gather(after).cases[CASE].parts == gather(before).cases[CASE].parts
+    assert summarise(after).rows[CASE].tax_share == pytest.approx(gather(after).cases[CASE].tax_share)
+
+
+@pytest.mark.parametrize("own_ns", [-1, 10**15, "x"])
+def test_more_set_up_of_its_own_than_set_up_is_refused(tmp_path, own_ns):
+    file = records.write(tmp_path / "f", [records.a_run(), records.a_trial(CASE, setup_own_ns=own_ns)])
+    with pytest.raises(RecordError, match="set-up commands"):
+        gather(file)
 
 
 def test_plain_cases_are_found_by_series(tmp_path):

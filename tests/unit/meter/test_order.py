@@ -1,7 +1,9 @@
 """The sequence of steps that the harness takes, read from the fake's log: for a benchmark, order is behaviour."""
 
+from untax.box import Box
+from untax.channel.client import Channel
 from untax.core.span import PARTS
-from untax.core.spec import EnvSpec
+from untax.core.spec import EnvSpec, Repo
 from untax.engine import Engine
 from untax.rollout.footing import Footing
 from untax.rollout.runner import Runner, Work
@@ -145,6 +147,72 @@ async def test_the_named_metrics():
     assert metrics["fresh_episode"] == measured.total_ns
     assert metrics["amortised_action"] == measured.total_ns // 2
     assert metrics["first_command"] == parts["queue"] + parts["create"] + parts["ready"] + parts["setup"]
+
+
+async def test_what_set_up_commands_take_themselves_is_told_apart():
+    """It stays in the part; a plain script would spend it as well, so it is no tax."""
+    fake = FakeSubstrate(programs={"true": lambda *_: FakeExit(wall_s=0.000_5)})
+    async with Engine(fake, clock=Ticking()) as engine:
+        one = await Runner(engine).run(work(setup=(Action("run", ("true",)),)))
+        none = await Runner(engine).run(work())
+        fake.programs["true"] = lambda *_: FakeExit(wall_s=3600)
+        liar = await Runner(engine).run(work(setup=(Action("run", ("true",)),)))
+
+    assert one.setup_own_ns == 500_000 < one.parts_ns["setup"]
+    assert none.setup_own_ns == 0
+    assert liar.setup_own_ns == liar.parts_ns["setup"] < 10**9
+
+
+async def test_what_is_there_before_a_trial_elsewhere_is_left_out_of_its_account(tmp_path, monkeypatch):
+    """Preloaded files cost nothing on a substrate with layers and on the incumbent path, so copying them in is no part of a trial either."""
+    clock = Ticking()
+
+    async def an_hour(*_, **__):  # the fake cell takes no archives
+        clock.advance(3600)
+        return tmp_path
+
+    plain = work()
+    spec = EnvSpec(isolation="none", repo=Repo("/src/project", "a" * 40))
+    loaded = Work(plain.workload, Footing(spec, upload=tmp_path), plain.actions)
+    monkeypatch.setattr(Box, "upload", an_hour)
+    monkeypatch.setattr(Channel, "upload", an_hour)
+    async with Engine(FakeSubstrate(incumbent=True), clock=clock) as engine:
+        monkeypatch.setattr(engine.warehouse, "repository", an_hour)
+        trials = [await Runner(engine).run(loaded, path=path) for path in ("channel", "incumbent")]
+
+    for measured in trials:
+        assert measured.error is None
+        assert measured.metrics_ns["first_command"] < measured.total_ns == measured.metrics_ns["fresh_episode"] < 10**9
+        assert sum(measured.parts_ns.values()) + measured.unattributed_ns == measured.total_ns
+        assert 0 <= measured.unattributed_ns <= 0.1 * measured.total_ns
+    assert trials[0].stages["repo"] >= 3600
+
+
+class Placed(FakeSubstrate):
+    """Its sandboxes say that a control plane took an hour over them."""
+
+    async def create(self, spec):
+        sandbox = await super().create(spec)
+        sandbox.control_plane_ns = 3600 * 10**9
+        return sandbox
+
+
+async def test_a_control_plane_has_no_more_than_its_trial_gave_it():
+    """What was placed before the trial began cost the trial nothing, whatever its sandbox tells of it."""
+    fake = Placed(incumbent=True)
+    async with Engine(fake, clock=Ticking()) as engine:
+        runner = Runner(engine)
+        cold = await runner.run(work())
+        held = await runner.run(work(), held=await runner.hold(work()))
+        ahead = await runner.run(work(), path="incumbent", is_warm=True)
+        await engine.warm(work().footing.spec, 1)
+        pooled = await runner.run(work())
+        await engine.warm(work().footing.spec, 0)
+
+    for measured in (cold, held, ahead, pooled):
+        assert measured.control_plane_ns == measured.parts_ns["create"] + measured.parts_ns["ready"]
+    assert cold.control_plane_ns > 0
+    assert (held.control_plane_ns, ahead.control_plane_ns) == (0, 0)
 
 
 # ---- what fails ----

@@ -8,8 +8,10 @@ from tests.unit.meter.benching import Bench, plan
 from untax.core.errors import CreateError, RecordError, SandboxLost, SubstrateUnavailable
 from untax.meter import run as runs
 from untax.meter import summary
+from untax.meter.gather import gather
 from untax.meter.journal import Journal
 from untax.meter.record import Batch, Case, End, Gap, Resume, Run, Trial, no_parts
+from untax.meter.site import Site
 from untax.testing import FakeClock, FakeExit, FakeSubstrate
 
 
@@ -95,6 +97,26 @@ async def test_a_substrate_that_vanishes_half_way_is_a_gap_and_the_others_go_on(
     assert 0 < had < 6
     assert gap.trials_missing == 6 - had
     assert bench.records(End)
+
+
+class Renaming(FakeSubstrate):
+    """Finds out when it starts that it is something else than what it was asked for as."""
+
+    async def start(self):
+        await super().start()
+        self.name = "other"
+
+
+async def test_a_substrate_that_calls_itself_otherwise_is_said_and_can_be_lost(tmp_path):
+    fake = Renaming()
+    bench = Bench(tmp_path, {"fake": fake}, plan(trials=50))
+    bench._hooks["tell"] = lambda done, *_: fake.failures.update(wait_ready=SandboxLost("", "dead")) if done == 3 else None
+    await bench.run()
+
+    trials = bench.records(Trial)
+    assert {(t.case.substrate, t.substrate_detail["substrate"]) for t in trials} == {("fake", "other")}
+    assert [(gap.substrate, "in a row" in gap.reason) for gap in bench.records(Gap)] == [("fake", True)]
+    assert len(trials) < 12
 
 
 async def test_a_substrate_that_only_fails_is_given_up_after_a_while(tmp_path):
@@ -189,12 +211,97 @@ async def test_concurrency_climbs_until_throughput_grows_no_more(tmp_path):
     assert any("the knee is at about" in line for line in bench.said) or levels[-1] == 512
 
 
+async def test_only_good_rollouts_are_throughput(tmp_path):
+    counted = iter(range(1000))
+    fake = FakeSubstrate(programs={"echo": lambda *_: FakeExit(code=int(next(counted) % 4 == 0))})
+    fake.programs["bash"] = fake.programs["echo"]  # the workload's `shell`
+    bench = Bench(tmp_path, {"fake": fake}, plan(concurrency=(4,), trials=4, warmup=0))
+    done = await bench.run()
+
+    (batch,) = bench.records(Batch)
+    assert (batch.rollouts, batch.failed) == (4, 1)
+    assert done.throughput[batch.case] == [pytest.approx(3e9 / batch.wall_ns)]
+
+
+async def test_rollouts_whose_sandboxes_were_never_there_are_paid_for_and_are_no_throughput(tmp_path):
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), concurrency=(4,), trials=4, warmup=0))
+    create, counted = fake.create, iter(range(1000))
+
+    async def once(spec):
+        if next(counted):  # the first is the probe
+            raise CreateError("", "no room")
+        return await create(spec)
+
+    fake.create = once
+    done = await bench.run()
+
+    trials = bench.records(Trial)
+    assert [t.outcome for t in trials] == ["infra"] * 4
+    assert all(t.total_ns == t.parts_ns["create"] > 0 for t in trials)
+    assert [batch.failed for batch in bench.records(Batch)] == [4]
+    assert not done.throughput
+
+
+async def test_the_climb_to_the_knee_keeps_to_the_time_box(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(1.0)
+        return FakeExit()
+
+    fake = FakeSubstrate(programs={"true": slow})
+    bench = Bench(tmp_path, {"fake": fake}, plan(concurrency=(1,), trials=5, knee=True, budget_s=13.0))
+    await bench.run()
+
+    (gap,) = bench.records(Gap)  # the probe, a warm-up and five trials take 7 s, four at once another 4 s each time
+    assert gap.case.concurrency == 4
+    assert "time box of 13 s" in gap.reason
+    assert clock() <= 13e9
+
+
 async def test_warm_trials_say_what_kept_them_warm(tmp_path):
     bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(warmth=("cold", "warm")))
     await bench.run()
 
     for trial in bench.records(Trial):
         assert ("warm" in trial.substrate_detail) == (trial.case.warmth == "warm")
+
+
+class Lingering(FakeSubstrate):
+    """Takes its time over each end."""
+
+    async def step(self, name):
+        for _ in range(50 if name == "destroy" else 0):
+            await asyncio.sleep(0)
+        await super().step(name)
+
+
+async def test_what_a_warm_slot_made_is_gone_before_the_next_begins(tmp_path):
+    fake, left = Lingering(), []
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), concurrency=(1, 3), trials=6))
+    bench._hooks["tell"] = lambda *_: left.append(len(fake.live))
+    await bench.run()
+
+    assert len(left) > 4
+    assert set(left) == {0}
+
+
+async def test_a_trial_that_the_pool_served_otherwise_than_its_case_says_is_marked(tmp_path, monkeypatch):
+    """A warm trial that finds nothing ready measures a cold start, and a cold one that finds something a warm one."""
+    whole = Bench(tmp_path / "whole", {"fake": FakeSubstrate()}, plan(warmth=("cold", "warm")))
+    await whole.run()
+    hits = {(t.case.warmth, t.substrate_detail["hit"], "missed" in t.substrate_detail) for t in whole.records(Trial)}
+    assert hits == {("cold", "cold", False), ("warm", "exact", False)}
+
+    async def nothing(*_):
+        return []
+
+    monkeypatch.setattr(Site, "_warmed", nothing)
+    bench = Bench(tmp_path / "empty", {"fake": FakeSubstrate()}, plan(warmth=("warm",)))
+    await bench.run()
+    assert all("exact was to be measured" in t.substrate_detail["missed"] for t in bench.records(Trial))
 
 
 async def test_the_incumbent_path_is_a_row_of_its_own_where_there_is_one(tmp_path):
@@ -247,6 +354,31 @@ async def test_a_time_box_drops_and_names_what_it_cannot_give_five_trials(tmp_pa
     assert counted == {0: 10, 4: 0}
     assert [gap.case.length for gap in bench.records(Gap)] == [4]
     assert "time box of 16 s" in bench.records(Gap)[0].reason
+
+
+async def test_a_time_box_that_is_over_opens_and_prepares_nothing_more(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def slow(*_):
+        clock.advance(10.0)
+        return FakeExit()
+
+    waits, examine = [], Site.examine
+
+    async def examined(site, workload, *, wait_s):
+        waits.append(wait_s)
+        await examine(site, workload, wait_s=wait_s)
+
+    monkeypatch.setattr(Site, "examine", examined)
+    fakes = {name: FakeSubstrate(programs={"true": slow}) for name in ("a", "b", "c")}
+    bench = Bench(tmp_path, fakes, plan(substrates=("a", "b", "c"), budget_s=12.0))
+    await bench.run()
+
+    assert waits == [4.0, 2.0]
+    assert [(gap.substrate, gap.case is None) for gap in bench.records(Gap)] == [("c", True), ("a", False), ("b", False)]
+    assert all("time box of 12 s" in gap.reason for gap in bench.records(Gap))
+    assert not bench.records(Trial)
 
 
 async def test_a_time_box_gives_everybody_five_before_it_gives_anybody_more(tmp_path, monkeypatch):
@@ -307,3 +439,18 @@ def test_the_summary_counts_failures_and_marks_what_is_below_resolution(tmp_path
     assert "9.00 ms*" not in text
     assert "not complete" in text
     assert [row["below_resolution"] for row in summary.as_json(found)["cases"]] == [False, True]
+
+
+def test_the_summary_and_the_report_name_the_same_share_of_tax(tmp_path):
+    """A share of all time: the ratio of two medians would be another number."""
+    case = Case("a", tier="T0")
+    with Journal.create(tmp_path / "f", Run("r", "now", 1, {}, {}, span_cost_ns=200)) as journal:
+        for number, (create, action) in enumerate(((10, 90), (50, 50), (900, 100))):
+            parts = {**no_parts(), "create": create * 10**6, "action": action * 10**6}
+            total = sum(parts.values())
+            journal.append(Trial("r", case, number, number, False, "now", "ok", parts, total, {"first_command": create}))
+
+    (row,) = summary.summarise(tmp_path / "f").rows.values()
+    assert row.tax_share == pytest.approx(960 / 1200) == gather(tmp_path / "f").cases[case].tax_share
+    assert "80.0%" in "\n".join(summary.lines(summary.summarise(tmp_path / "f")))
+    assert summary.as_json(summary.summarise(tmp_path / "f"))["cases"][0]["tax"]["share"] == pytest.approx(0.8)
