@@ -20,7 +20,7 @@ import untax
 from untax.core.substrate import Orchestrated
 from untax.substrates import _kubernetes_access, kubernetes
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests import kubehost, servers
 
 import untax
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 SPEC = untax.EnvSpec(image=kubehost.SMALL, isolation="container")
 CANARY = f"untax-canary-{os.getpid()}-{os.urandom(8).hex()}"
 
