@@ -155,9 +155,10 @@ static void bury(struct box *b) {
     launcher_free(b);
 }
 
+// The agent first: it would tell of a command that died by our hand as if that were its result, to a holder whose channel is still open.
 static void end_box(struct box *b) {
-    cg_box_kill(b->group);
     k_pidfd_send_signal(b->pidfd, SIGKILL);
+    cg_box_kill(b->group);
 }
 
 void launcher_end(struct box *b) {

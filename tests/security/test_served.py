@@ -92,7 +92,7 @@ async def test_c1_a_killed_server_takes_its_sandboxes_along_and_its_clients_are_
         await first.kill()
 
         ends = await asyncio.wait_for(asyncio.gather(*running, return_exceptions=True), 10)
-        assert {type(end) for end in ends} == {untax.SandboxLost}
+        assert {type(end) for end in ends} == {untax.SandboxLost}, [end for end in ends if not isinstance(end, untax.SandboxLost)]
         assert {box.ledger.verdict for box in boxes} == {"infra"}
         with contextlib.suppress(untax.UntaxError):  # taken, or told: never waited for for ever
             await asyncio.wait_for(waiting, 10)

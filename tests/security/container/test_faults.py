@@ -61,8 +61,8 @@ async def test_x18_a_frozen_engine_is_told_by_the_deadline_and_recovered_from(da
                 assert isinstance(lost, untax.SandboxLost)
                 assert box.ledger.verdict == "infra"
                 assert {type(one) for one in await asyncio.gather(*load)} == {untax.BackendError}
-                at_once = await within(0.5, engine.acquire(SPEC))
-                assert isinstance(at_once, untax.BackendError)
+                soon = await within(2, engine.acquire(SPEC))  # the engine is not asked; the pool lets a second pass after so many failures
+                assert isinstance(soon, untax.BackendError)
                 if substrates.load("namespace").unavailable_reason() is None:
                     async with untax.Engine("namespace", state_dir=tmp_path / "other") as other, other.lease() as fine:
                         assert (await fine.run(["echo", "fine"], timeout_s=5)).text == "fine\n"
