@@ -21,7 +21,8 @@ from untax.pool.costs import Costs
 from untax.pool.demand import Demands
 from untax.pool.grants import Counts, E, Grant, Hands, blame, copy_of
 from untax.pool.options import PoolOptions
-from untax.pool.state import Policy, Pool, Standing
+from untax.pool.policy import Policy, Standing
+from untax.pool.state import Pool
 
 log = logging.getLogger("untax.pool")
 
