@@ -358,13 +358,7 @@ class Tenancy(Box):
         if ground is not None:
             ground.release()
 
-    async def _end(self, reason: str) -> None:
-        ledger = self._ledger
-        watch = Stopwatch(self._clock)
-        ledger.released(watch.last_ns)
-        self._over = self._over or reason
-        if self._expiry is not None:
-            self._expiry.cancel()
+    async def _give_back(self, reason: str) -> None:
         place = self._place
         if place is None or not await self._engine.pooling.take_back(self):
             self._leave(reason)
@@ -373,9 +367,6 @@ class Tenancy(Box):
             if place is not None:
                 self._engine.pooling.was_returned(self, place)
         self._give_ground_up()
-        ledger.add("cleanup", *watch.part())
-        ledger.closed(watch.last_ns)
-        self._engine.forget(self)
 
     # ---- what it can do ----
 
