@@ -87,7 +87,7 @@ class Pool:
         self._orders = []
         if event.now_s > self._now_s:
             self._now_s = event.now_s
-        if not self._queued and type(event) is ev.Asked and self._hand_out_at_once(event):
+        if type(event) is ev.Asked and self._hand_out_at_once(event):
             return self._orders  # whatever else is due comes with `Bound`, when the holder waits no longer
         self._handlers[type(event)](event)
         self._claimed, self._claimed_mib = 0, 0.0
@@ -128,6 +128,13 @@ class Pool:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)
 
+    def at_once(self, stages: tuple[Stage, ...], memory_mib: float) -> Entry | None:
+        """What whoever asks for this now is handed without waiting: nobody waits, and it is idle with everything in place."""
+        if self._queued or self._is_closed or not stages:
+            return None
+        entry = self._stock.newest_idle(stages[-1].key)
+        return entry if entry is not None and memory_mib <= entry.memory_mib else None
+
     def is_idle(self, name: str) -> bool:
         entry = self._stock.get(name)
         return entry is not None and entry.state == "idle"
@@ -158,8 +165,8 @@ class Pool:
     def _hand_out_at_once(self, event: ev.Asked) -> bool:
         """The usual case of a warm pool, in as few steps as it takes: nobody waits, and one with everything in place is idle."""
         stages = event.stages
-        entry = self._stock.newest_idle(stages[-1].key) if stages else None
-        if entry is None or event.memory_mib > entry.memory_mib or event.ticket in self._tickets or self._is_closed:
+        entry = self.at_once(stages, event.memory_mib)
+        if entry is None or event.ticket in self._tickets:
             return False
         spec = self._specs[entry.stage.key]
         self._seq += 1
