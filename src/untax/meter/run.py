@@ -23,7 +23,7 @@ from untax.meter.journal import Journal
 from untax.meter.plan import LEAST_TRIALS, Plan, checked_limits, slots
 from untax.meter.ration import Ration
 from untax.meter.record import Batch, Case, End, Gap, Reader, Resume, Run, Trial, Warmth
-from untax.meter.site import Attempted, Site, Slot, facts_of
+from untax.meter.site import POOL, Attempted, Site, Slot, facts_of
 from untax.rollout import gitserver
 from untax.rollout.material import Material
 from untax.rollout.runner import Work
@@ -188,7 +188,7 @@ class Bench:
         packages = sorted({package for workload in self._workloads.values() for package in workload.packages})
         if packages:
             options.setdefault("setup_wheels", await asyncio.to_thread(self._material.wheels, packages))
-        engine = await stack.enter_async_context(self._make_engine(name, options))
+        engine = await stack.enter_async_context(self._make_engine(name, {"pool": POOL, **options}))
         site = Site(
             engine,
             self._material,

@@ -47,7 +47,7 @@ class Bench:
     def make(self, name, options):
         fake = self._fakes[name]
         fake.name = name
-        return Engine(fake)
+        return Engine(fake, **options)
 
     async def run(self):
         journal, run = runs.begin(self._plan, self.out, command="untax bench")
