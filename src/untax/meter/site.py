@@ -67,6 +67,7 @@ class Site:
         self.engine = engine
         self.runner = Runner(engine)
         self.has_incumbent = False
+        self._isolation: str | None = None  # what its sandboxes promise; None: the substrate's own word does not hold here
         self._material = material
         self._scratch = scratch
         self._server = server
@@ -90,6 +91,8 @@ class Site:
         spec = footing(self.engine, plain, self._material, image=self._image, limits=self._limits).spec
         async with self.engine.lease(spec, wait_s=wait_s or _PROBE_S) as box:
             self.has_incumbent = isinstance(box.sandbox, Incumbent)
+            if all(limit.name != "isolation" for limit in box.ledger.unenforced):
+                self._isolation = self.engine.substrate.isolation
             (await box.run(["true"], timeout_s=_TRUE_S)).check()
 
     async def prepare(self, case: Case, workload: Workload) -> Work:
@@ -157,6 +160,8 @@ class Site:
             measured = await self.runner.run(work, path=case.path, is_warm=case.warmth == "warm", held=held, queue=queue)
             attempts += 1
             measured.detail["substrate"] = self.name
+            if self._isolation is not None:
+                measured.detail["isolation"] = self._isolation
             if case.warmth == "warm" and case.path == "channel":
                 measured.detail["warm"] = "the engine's pool" if held is None else HELD
             wanted = "exact" if case.warmth == "warm" else "cold"
