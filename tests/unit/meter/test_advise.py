@@ -1,4 +1,4 @@
-"""Advice: never a weaker boundary than asked for, pools where they pay, break-even lengths, and a pick for `Engine("auto")`."""
+"""Advice: never a weaker boundary than asked for, pools where they pay and break-even lengths."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from tests import records
 
 from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS, is_as_strong
-from untax.meter.advise import Rollouts, advise, by_isolation, pick
+from untax.meter.advise import Rollouts, advise
 from untax.meter.gather import gather
 from untax.meter.profile import Profile, profiles
 from untax.meter.record import Case
@@ -147,21 +147,3 @@ def test_a_kind_of_a_substrate_that_keeps_its_boundary_is_advised_under_its_own_
         made = [records.a_trial(Case("vm", tier="T2"), n, substrate_detail=detail) for n in range(3)]
         run = gather(records.write(tmp_path / name, [records.a_run(), *made]))
         assert [(one.name, one.isolation) for one in profiles(run, LEVELS)] == ([("vm-microvm", "vm")] if name == "kept" else [])
-
-
-def test_without_measurements_the_weakest_that_will_do_is_first():
-    usable = {"vm": "vm", "process": "none", "container": "container", "gvisor": "gvisor"}
-    assert by_isolation(usable, "container") == ["container", "gvisor", "vm"]
-    assert pick([], usable, Rollouts(isolation="gvisor")) == "gvisor"
-    with pytest.raises(UsageError, match="doctor"):
-        pick([], {"process": "none"}, Rollouts())
-
-
-def test_a_pick_goes_by_measurements_and_only_by_what_is_usable(measured):
-    usable = {name: level for name, level in LEVELS.items() if name != "kubernetes"}
-    assert pick(measured, usable, Rollouts(length=10)) == "namespace"
-    assert pick(measured, usable, Rollouts(isolation="container", length=10)) == "container"
-    assert pick(measured, {"vm": "vm"}, Rollouts()) == "vm"
-    assert (
-        pick(measured, {"namespace": "vm"}, Rollouts(isolation="vm")) == "namespace"
-    )  # measured under another level: its name stands, its profile does not
