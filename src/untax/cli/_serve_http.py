@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from untax.server.service import Service
 from untax.service.admission import Admission
 from untax.service.app import build
+from untax.service.held import take_over
 from untax.service.hosting import Hosting, Settings
 from untax.service.keys import own_key, read_secret
 from untax.service.listen import Address, HttpListener
@@ -44,7 +46,7 @@ class Http:
         hosting = Hosting(
             owners.engine, self.tenants, Settings(admission=Admission(("host", *self.allow_image), self.allow_repo)), owners=owners
         )
-        listener = HttpListener(build(hosting), self.address)
+        listener = HttpListener(build(hosting), self.address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)
         await listener.start()
