@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from builtins import list as list_
 from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
 from untax.channel.client import Channel
-from untax.channel.egress import Egress
+from untax.channel.egress import Egress, EgressAttempt
 from untax.channel.handover import Resumed
 from untax.core import account
 from untax.core.errors import ProtocolError, SandboxLost, SubstrateError, UntaxError
@@ -153,6 +154,12 @@ class RemoteBox(Box):
         """The server has given it up, or is no more."""
         if self._over is None:
             self._give_up(reason)
+
+    def egress_told(self, said: object) -> None:
+        """The server dialled for it, or refused to."""
+        if isinstance(said, tuple) and len(said) == 4:
+            host, port, verdict, reason = said
+            self._note_egress(EgressAttempt(time.time(), str(host), int(port), None, verdict, str(reason)))
 
     # ---- inside ----
 

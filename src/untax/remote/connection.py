@@ -109,7 +109,7 @@ class Connection:
     """
 
     def __init__(
-        self, dialler: Dialler, *, on_event: Callable[[str], None], on_forgotten: Callable[[], None], is_needed: Callable[[], bool]
+        self, dialler: Dialler, *, on_event: Callable[[str, Body], None], on_forgotten: Callable[[], None], is_needed: Callable[[], bool]
     ) -> None:
         self.server: Server | None = None
         self._place = dialler
@@ -273,7 +273,7 @@ class Connection:
         self._unheard = 0
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
-            self._on_event(event)
+            self._on_event(event, body)
         elif self._greeting is not None:
             self._greeted(self._greeting[1], body)
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:

@@ -209,9 +209,13 @@ class RemoteEngine(Leasing):
     def forget(self, box: RemoteBox) -> None:
         self._boxes.discard(box)
 
-    def _heard(self, event: str) -> None:
+    def _heard(self, event: str, body: Mapping[str, Any]) -> None:
         if event == "closing":
             self._end_all("its server was stopped")
+        elif event == "egress":
+            for box in self._boxes:
+                if isinstance(box, RemoteBox) and box.id == body.get("sandbox"):
+                    box.egress_told(body.get("attempt"))
         else:
             log.info("the server at %s is %s", self._place, event)
 

@@ -14,15 +14,19 @@ import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from untax.channel import wire
+from untax.channel.handover import Resumed
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, ProtocolError, UntaxError, UsageError
 from untax.remote import websocket
 from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, Lane, Send, read_ack
 from untax.remote.messages import Body, decode, encode
 from untax.remote.stream import GREETING_MAX, Receiver
+from untax.server.handed import Handed
 from untax.server.owners import Open, Owner
 from untax.server.service import Session
 from untax.service.auth import authenticate
+from untax.service.egress import Served, Splitter
 from untax.service.errors import Refused, error_body, error_headers, status_of
 from untax.service.gate import TenantGate
 from untax.service.hosting import Hosting
@@ -30,6 +34,9 @@ from untax.service.tenants import Tenant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from untax.channel.egress import EgressAttempt
+    from untax.tenancy import Tenancy
 
 log = logging.getLogger("untax.service")
 
@@ -40,22 +47,36 @@ _HIGH = 256 << 10  # unsent bytes of one sandbox above which its lane is not rea
 
 
 class Carrier:
-    """Between one lane and the socket of one sandbox."""
+    """Between one lane and the socket of one sandbox. With a network, its egress streams are taken out on the way."""
 
-    def __init__(self, sock: socket.socket, owner: Owner, number: int, send: Send) -> None:
+    def __init__(self, sock: socket.socket, owner: Owner, number: int, send: Send, box: Tenancy | None, resumed: Resumed) -> None:
         self._owner = owner
+        self._served: Served | None = None
         self.lane = Lane(number, send, self._ended)
         self._stream = SocketStream(sock)
         self._waiting: set[asyncio.Task[None]] = set()
         self.is_stalled = False
         self._is_full = False
+        self._is_choked = False
+        if box is not None and box.spec.network != "none":
+            self._served = Served(box, self._stream, resumed.cell_version, self._choke, lambda attempt: self._attempted(box, attempt))
+            self._from_client = Splitter(wire.FRAME_MAX_OUT)
+            self._from_cell = Splitter(wire.FRAME_MAX_IN)
+            if resumed.kept:
+                self.from_cell(resumed.kept)
         self.lane.start(self)
         self._stream.start(_FromCell(self))
 
     # ---- from the client, by its lane ----
 
     def data_received(self, data: bytes) -> None:
-        self._stream.write(data)
+        if self._served is None:
+            self._stream.write(data)
+        else:  # whole frames, so that ours come between them and not into them
+            for is_egress, frames in self._from_client.feed(data):
+                if is_egress:
+                    raise ProtocolError("a client does not serve its sandbox's network")
+                self._stream.write(frames)
         if self._stream.write_buffer_size > _HIGH:
             self.lane.pause_reading()
             self._later(self._go_on())
@@ -70,11 +91,33 @@ class Carrier:
     # ---- from the sandbox ----
 
     def from_cell(self, data: bytes) -> None:
-        self.lane.write(data)
+        if self._served is None:
+            self.lane.write(data)
+        else:
+            self._sort(self._served, data)
         if self.lane.write_buffer_size and not self._is_full:
             self._is_full = True
             self._stream.pause_reading()
             self._later(self._read_on())
+
+    def _sort(self, served: Served, data: bytes) -> None:
+        try:
+            for is_egress, frames in self._from_cell.feed(data):
+                if is_egress:
+                    served.frames(frames)
+                else:
+                    self.lane.write(frames)
+        except ProtocolError as exc:
+            log.warning("a sandbox of %s spoke nonsense: %s", self._owner.label, exc)
+            self.lane.close()
+
+    def _attempted(self, box: Tenancy, attempt: EgressAttempt) -> None:
+        """Into our ledger, and into the client's: it did not see it."""
+        box._note_egress(attempt)
+        session = self._owner.attachment
+        if isinstance(session, Session):
+            said = [attempt.host, attempt.port, attempt.verdict, attempt.reason]
+            session.say({"event": "egress", "sandbox": box.id, "attempt": said})
 
     async def _read_on(self) -> None:
         await self.lane.drain()
@@ -86,8 +129,13 @@ class Carrier:
         self.is_stalled = is_stalled
         self._set_reading()
 
+    def _choke(self, is_choked: bool) -> None:
+        """More waits to be sent into the sandbox than should."""
+        self._is_choked = is_choked
+        self._set_reading()
+
     def _set_reading(self) -> None:
-        if self.is_stalled or self._is_full:
+        if self.is_stalled or self._is_full or self._is_choked:
             self._stream.pause_reading()
         else:
             self._stream.resume_reading()
@@ -104,6 +152,8 @@ class Carrier:
 
     def _ended(self, lane: Lane) -> None:
         cast("dict[int, Carrier]", self._owner.carriers).pop(lane.number, None)
+        if self._served is not None:
+            self._served.end()
         self._stream.close()
 
     def _later(self, work: Any) -> None:
@@ -188,9 +238,11 @@ class HeldConnection(asyncio.Protocol):
             raise BackendError("", f"no descriptor for a channel: {exc.strerror}") from exc
         number = owner.next_carrier
         owner.next_carrier += 1
-        message = HEAD.pack(MESSAGE, number) + encode(body, 1)[4:]
-        self._put(message)
-        self._carriers[number] = Carrier(sock, owner, number, self._put)
+        box, resumed = _box_of(owner, fd)
+        if box is not None and box.spec.network != "none":
+            body = _without_beginning(body)  # of a frame: it may be one of ours
+        self._put(HEAD.pack(MESSAGE, number) + encode(body, 1)[4:])
+        self._carriers[number] = Carrier(sock, owner, number, self._put, box, resumed)
 
     def close(self) -> None:
         self._receiver = None
@@ -278,6 +330,21 @@ class HeldConnection(asyncio.Protocol):
             self._transport.abort()
         else:
             self._transport.close()
+
+
+def _box_of(owner: Owner, fd: int) -> tuple[Tenancy | None, Resumed]:
+    """Whose channel is about to be carried, and where it was when it was handed over."""
+    for box in owner.leases.values():
+        handed: object = box._channel
+        if isinstance(handed, Handed) and not handed.is_lost and handed.descriptor() == fd:
+            return box, handed.resumed
+    return None, Resumed("", 1)
+
+
+def _without_beginning(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    answer = dict(body["ok"])
+    answer["channel"] = {**answer["channel"], "kept": b""}
+    return {**body, "ok": answer}
 
 
 def take_over(hosting: Hosting, transport: asyncio.Transport, path: str, headers: Iterable[tuple[bytes, bytes]]) -> asyncio.Protocol | None:
