@@ -24,6 +24,7 @@ from untax.service.admission import Admission
 from untax.service.errors import Refused, not_found
 from untax.service.kept import Kept
 from untax.service.observed import Observed
+from untax.service.probe import Probe
 from untax.service.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
@@ -95,7 +96,10 @@ class Hosting:
         self.counters: Counter[tuple[str, ...]] = Counter()
         """Events since the start, by what they are; `/metrics` shows them."""
         self.observed = Observed()
+        self.watching: Counter[str] = Counter()
+        """Pages that are open, by tenant."""
         self.kept = Kept(engine)
+        self.probe = Probe(engine)
         self._holdings: dict[str, Holding] = {}
         self._use: dict[str, _Use] = {}
         self._waiting: list[asyncio.Future[None]] = []
