@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from untax.server.service import Service
+from untax.service import telemetry
 from untax.service.admission import Admission
 from untax.service.app import build
 from untax.service.held import take_over
@@ -36,6 +37,7 @@ class Http:
     def __post_init__(self) -> None:
         self.address = Address(self.host, self.port, self.tls_cert, self.tls_key)
         self.address.check_safe(has_tokens=self.token_file is not None, any_key=self.any_key)
+        self.spans = telemetry.from_environment()
         self.key_file = Path(self.token_file or _key_path(self.state_dir))
         self.tenants: Tenants = read_tenants(
             read_secret(self.key_file) if self.token_file is not None else own_key(self.key_file), any_key=self.any_key

@@ -48,6 +48,8 @@ class Service:
         """The latest that are final, the holders' part in them: whose, and as `Ledger.to_json` has them."""
         self.ledgers_total = 0
         """How many there were, those that were forgotten included."""
+        self.on_ledger: Callable[[Ledger, str], object] | None = None
+        """Told of each, and whose it is."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
         self.answers = Answers(engine.chore)
@@ -124,6 +126,8 @@ class Service:
     def _keep(self, tenant: str, ledger: Ledger) -> None:
         self.ledgers.append((tenant, ledger.to_json()))
         self.ledgers_total += 1
+        if self.on_ledger is not None:
+            self.on_ledger(ledger, tenant)
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []
