@@ -6,6 +6,7 @@ A12 to A14 are about the agent and its socket, in test_protocol.py and test_serv
 import asyncio
 import contextlib
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests import hostview, serving
+from tests.fuzz.requests import Fuzz
 from tests.hosted import hosted
 
 import untax
@@ -406,3 +408,10 @@ def _rss_mib(pid: int) -> float:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     raise AssertionError(pid)
+
+
+async def test_a16_requests_by_the_document_and_beside_it_never_break_the_service(served):
+    """Random ones for every route; `python -m tests.fuzz.requests` does a hundred thousand."""
+    fuzz = await asyncio.to_thread(Fuzz, served.url, served.token, random.randrange(2**32))
+    await asyncio.to_thread(fuzz.run, 800)
+    assert fuzz.statuses.get(200, 0) > 20 and fuzz.statuses.get(400, 0) > 20, fuzz.statuses

@@ -46,7 +46,11 @@ class Http:
     async def start(self, owners: Service, stack: contextlib.AsyncExitStack) -> tuple[Hosting, dict[str, object]]:
         """Listen until `stack` is left. Gives what can be drained, and what is to be said."""
         hosting = Hosting(
-            owners.engine, self.tenants, Settings(admission=Admission(("host", *self.allow_image), self.allow_repo)), owners=owners
+            owners.engine,
+            self.tenants,
+            Settings(admission=Admission(("host", *self.allow_image), self.allow_repo)),
+            owners=owners,
+            spans=self.spans,
         )
         listener = HttpListener(build(hosting), self.address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
