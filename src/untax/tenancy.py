@@ -270,6 +270,8 @@ class Tenancy(Box):
                 self._ledger.add(*span)
         if not has_stages:
             await standby.add(("repo", "deps"), self.spec)
+            for name, seconds in standby.built.items():
+                self._ledger.stages[name] = self._ledger.stages.get(name, 0.0) + seconds
             await standby.bind(self.spec, is_proven=True)
         if self._request.files:
             await standby.write(self._request.files)
