@@ -148,18 +148,21 @@ async def test_a4_slow_senders_are_closed_and_nobody_waits_for_them(served, clie
     """Many connections that send one byte a second are closed at the head's deadline; others are answered meanwhile."""
     address = (served.url.split("//")[1].split(":")[0], int(served.url.rsplit(":", 1)[1]))
     slow = [await asyncio.open_connection(*address) for _ in range(200)]
+    for _, writer in slow:
+        writer.write(b"GET / HTTP/1.1\r\nx: ")
+    began_at = time.monotonic()
     try:
         took = []
         closed_at = time.monotonic() + 15
         while time.monotonic() < closed_at and not all(reader.at_eof() for reader, _ in slow):
             for _, writer in slow:
                 with contextlib.suppress(ConnectionError):
-                    writer.write(b"G")
+                    writer.write(b"y")
             began = time.perf_counter()
             assert (await client.get("/v1/about")).status_code == 200
             took.append(time.perf_counter() - began)
             await asyncio.gather(*(asyncio.wait_for(reader.read(100), 0.5) for reader, _ in slow), return_exceptions=True)
-        assert all(reader.at_eof() for reader, _ in slow)
+        assert all(reader.at_eof() for reader, _ in slow) and time.monotonic() - began_at > 4  # at the deadline, not before
         assert statistics.median(took) < 1
     finally:
         for _, writer in slow:
