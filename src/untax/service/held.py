@@ -140,6 +140,16 @@ class Carrier:
         else:
             self._stream.resume_reading()
 
+    def forsake(self) -> None:
+        """The client does not know it. One that nothing went over is in an answer that was lost, and will be asked for again."""
+        if not self.lane.is_untouched:
+            self.lane.close()
+            return
+        cast("dict[int, Carrier]", self._owner.carriers).pop(self.lane.number, None)
+        if self._served is not None:
+            self._served.end()
+        self._stream.detach().close()  # our copy only; the box keeps its own
+
     def cell_ended(self) -> None:
         """What it said last goes first."""
         self._later(self._finish())
@@ -220,7 +230,7 @@ class HeldConnection(asyncio.Protocol):
                     carrier.lane.resume(self._put, at)
                     carrier.stall(is_stalled=False)
                 else:
-                    carrier.lane.close()
+                    carrier.forsake()
             except ProtocolError as exc:
                 log.warning("a channel of %s ended: %s", self._tenant.name, exc)
                 carrier.lane.close()
