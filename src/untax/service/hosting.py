@@ -107,6 +107,8 @@ class Hosting:
         self.counters: Counter[tuple[str, ...]] = Counter()
         """Events since the start, by what they are; `/metrics` shows them."""
         self.observed = Observed()
+        self.connections: Counter[str] = Counter()
+        """That clients hold, by tenant."""
         self.watching: Counter[str] = Counter()
         """Pages that are open, by tenant."""
         self.kept = Kept(engine)
