@@ -1,0 +1,1 @@
+"""The dialect of E2B: its control plane and its in-sandbox services, so that an unmodified SDK works against this server."""
