@@ -43,13 +43,13 @@ class Service:
     def __init__(self, engine: Engine, *, lease_s: float = LEASE_S) -> None:
         self.engine = engine
         self.lease_s = require_duration("lease_s", lease_s)
-        self.ledgers: deque[str] = deque(maxlen=LEDGERS_KEPT)
-        """The latest that are final, the holders' part in them, as `Ledger.to_json` has them."""
+        self.ledgers: deque[tuple[str, str]] = deque(maxlen=LEDGERS_KEPT)
+        """The latest that are final, the holders' part in them: whose, and as `Ledger.to_json` has them."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
         self.answers = Answers(engine.chore)
         self._hang_ups = HangUps()
-        self.operations = Operations(engine, self._hang_ups, self._closed, self._changed)
+        self.operations = Operations(engine, self._hang_ups, self.closed, self._changed)
         self._waiting: list[asyncio.Future[None]] = []
         self.is_draining = False
 
@@ -57,11 +57,13 @@ class Service:
     def leases(self) -> int:
         return sum(len(owner.leases) for owner in self.owners)
 
-    def latest_ledgers(self) -> list[str]:
-        """As many as fit a message, the oldest first."""
+    def latest_ledgers(self, tenant: str | None = None) -> list[str]:
+        """As many as fit a message, the oldest first; of one tenant, or of all."""
         found: deque[str] = deque()
         room = _LEDGERS_BYTES
-        for one in reversed(self.ledgers):
+        for whose, one in reversed(self.ledgers):
+            if tenant is not None and whose != tenant:
+                continue
             room -= len(one)
             if room < 0:
                 break
@@ -111,8 +113,10 @@ class Service:
         if owner.ended is not None:
             await owner.ended
 
-    def _closed(self, ledger: Ledger) -> None:
-        asyncio.get_running_loop().call_soon(lambda: self.ledgers.append(ledger.to_json()))  # behind the reply, which need not wait for it
+    def closed(self, ledger: Ledger, tenant: str = "") -> None:
+        """A ledger is final."""
+        # Behind the reply, which need not wait for it.
+        asyncio.get_running_loop().call_soon(lambda: self.ledgers.append((tenant, ledger.to_json())))
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []
