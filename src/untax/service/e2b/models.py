@@ -17,7 +17,16 @@ ENVD_VERSION = "0.6.4"
 METADATA_PREFIX = "user.e2b."
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY"}
 _EVENTS = {"created": "CREATE", "modified": "WRITE", "deleted": "REMOVE", "moved": "RENAME", "attributes": "CHMOD"}
-_SIGNALS = {1: "hangup", 2: "interrupt", 3: "quit", 6: "aborted", 9: "killed", 11: "segmentation fault", 13: "broken pipe", 15: "terminated"}
+_SIGNALS = {
+    1: "hangup",
+    2: "interrupt",
+    3: "quit",
+    6: "aborted",
+    9: "killed",
+    11: "segmentation fault",
+    13: "broken pipe",
+    15: "terminated",
+}
 
 
 def moment(seconds: float) -> str:
@@ -87,7 +96,13 @@ def permissions(entry: Entry) -> str:
 
 
 def entry_info(
-    entry: Entry, path: str, accounts: Accounts, *, kind: str | None = None, target: str | None = None, metadata: Mapping[str, str] | None = None
+    entry: Entry,
+    path: str,
+    accounts: Accounts,
+    *,
+    kind: str | None = None,
+    target: str | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """`kind` and `target` are what a link leads to."""
     info: dict[str, Any] = {

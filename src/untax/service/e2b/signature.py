@@ -17,9 +17,7 @@ def sign(path: str, operation: Operation, user: str, token: str, expiration: int
     return "v1_" + base64.b64encode(digest).rstrip(b"=").decode()
 
 
-def refusal(
-    signature: str, path: str, operation: Operation, user: str, token: str, expiration: str | None, now_s: float
-) -> str | None:
+def refusal(signature: str, path: str, operation: Operation, user: str, token: str, expiration: str | None, now_s: float) -> str | None:
     """Why a signed request is refused, or None."""
     until: int | None = None
     if expiration is not None:
