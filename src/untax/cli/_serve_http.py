@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from untax.server.service import Service
+from untax.service.admission import Admission
 from untax.service.app import build
 from untax.service.hosting import Hosting, Settings
 from untax.service.keys import own_key, read_secret
@@ -27,6 +28,8 @@ class Http:
     tls_key: str | None
     any_key: bool
     state_dir: str | None
+    allow_image: tuple[str, ...] = ()
+    allow_repo: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.address = Address(self.host, self.port, self.tls_cert, self.tls_key)
@@ -38,7 +41,9 @@ class Http:
 
     async def start(self, owners: Service, stack: contextlib.AsyncExitStack) -> tuple[Hosting, dict[str, object]]:
         """Listen until `stack` is left. Gives what can be drained, and what is to be said."""
-        hosting = Hosting(owners.engine, self.tenants, Settings(), owners=owners)
+        hosting = Hosting(
+            owners.engine, self.tenants, Settings(admission=Admission(("host", *self.allow_image), self.allow_repo)), owners=owners
+        )
         listener = HttpListener(build(hosting), self.address)
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)

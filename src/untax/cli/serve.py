@@ -43,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
     http.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    http.add_argument(
+        "--allow-image",
+        action="append",
+        metavar="PATTERN",
+        help="images that clients may name beside host, as a shell's pattern; repeatable",
+    )
+    http.add_argument("--allow-repo", action="append", metavar="PATTERN", help="repositories that clients may name, by URL; repeatable")
     http.add_argument("--any-key", action="store_true", help="whoever has any key is heard; on loopback, for throw-away use")
     parser.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how sandboxes are run (default: %(default)s)")
     parser.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
@@ -133,6 +140,8 @@ def _http_settings(arguments: argparse.Namespace) -> Http | None:
         tls_key=arguments.tls_key,
         any_key=arguments.any_key,
         state_dir=arguments.state_dir,
+        allow_image=tuple(arguments.allow_image or ()),
+        allow_repo=tuple(arguments.allow_repo or ()),
     )
 
 

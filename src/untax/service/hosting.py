@@ -18,9 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from untax.core.errors import PoolClosed
-from untax.core.spec import require_duration
+from untax.core.spec import EnvSpec, Limits, require_duration
 from untax.server.service import Service
+from untax.service.admission import Admission
 from untax.service.errors import Refused, not_found
+from untax.service.kept import Kept
+from untax.service.observed import Observed
 from untax.service.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
@@ -75,6 +78,7 @@ class Settings:
     """Of a lease that does not say."""
     ttl_max_s: float = TTL_MAX_S
     body_max: int = 64 << 20
+    admission: Admission = field(default_factory=Admission)
     public_url: str | None = None
     """Under which clients reach it, where that is not the address it listens at."""
     domain: str | None = None
@@ -92,6 +96,8 @@ class Hosting:
         self.owners = owners or Service(engine)
         self.counters: Counter[tuple[str, ...]] = Counter()
         """Events since the start, by what they are; `/metrics` shows them."""
+        self.observed = Observed()
+        self.kept = Kept(engine)
         self._holdings: dict[str, Holding] = {}
         self._use: dict[str, _Use] = {}
         self._waiting: list[asyncio.Future[None]] = []
@@ -132,10 +138,14 @@ class Hosting:
         """
         self.checked_ttl(ttl_s)
         with self.starting(tenant):
-            box = await take()
-            holding = Holding(tenant, box, dialect, extra)
-            self._holdings[holding.id] = holding
-            self._of(tenant).leases += 1
+            return self.take_over(tenant, await take(), dialect=dialect, ttl_s=ttl_s, extra=extra)
+
+    def take_over(self, tenant: Tenant, box: Box, *, dialect: str, ttl_s: float, extra: Mapping[str, Any] | None = None) -> Holding:
+        """A box that was leased with `starting` around it is a holding from here on."""
+        holding = Holding(tenant, box, dialect, extra)
+        self._holdings[holding.id] = holding
+        self._of(tenant).leases += 1
+        self.counters["leases", dialect] += 1
         self.extend(holding, ttl_s)
         return holding
 
@@ -185,6 +195,23 @@ class Hosting:
             self._of(holding.tenant).leases -= 1
             self.owners.closed(holding.box.ledger, holding.tenant.name)
             self._changed()
+
+    # ---- what may be asked for ----
+
+    def admit(self, tenant: Tenant, spec: EnvSpec) -> None:  # noqa: ARG002  for those who tell tenants apart
+        """`Refused` for an image or a repository that the operator did not allow, and for more than there is."""
+        self.settings.admission.check(spec)
+
+    def check_limits(self, limits: Limits | None) -> None:
+        self.settings.admission.check_limits(limits)
+
+    def pools(self, tenant: Tenant) -> dict[str, Any]:
+        """What the engine keeps ready. What others asked for is nobody's business: recipes are told only where there is one tenant."""
+        found = self.engine.pools().as_dict()
+        if sum(1 for _ in self.tenants) > 1:
+            found["stages"] = [{**stage, "label": "", "key": ""} for stage in found["stages"]]
+        found["use"] = self.use(tenant)
+        return found
 
     # ---- limits ----
 
@@ -256,6 +283,7 @@ class Hosting:
             self._begin_end(holding)
         endings = [holding.ending for holding in self.holdings() if holding.ending is not None]
         await asyncio.gather(*endings, return_exceptions=True)
+        await self.kept.aclose()
         await self.owners.aclose()
 
     def _changed(self) -> None:

@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from untax.service.auth import authenticate
-from untax.service.native import about
+from untax.service.native import about, actions, files, leases, snapshots
+from untax.service.native.endpoint import Endpoint, Operation
+from untax.service.native.idempotency import Answers
+from untax.service.native.openapi import document
 
 if TYPE_CHECKING:
     from untax.service.hosting import Hosting
 
+OPERATIONS: tuple[Operation, ...] = (*actions.OPERATIONS, *files.OPERATIONS, *leases.OPERATIONS, *snapshots.OPERATIONS)
+
 
 def routes(hosting: Hosting) -> Sequence[BaseRoute]:
+    answers = Answers(hosting.engine.chore)
+
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(document(OPERATIONS, hosting.settings.public_url))
+
+    inner = [
+        *_routes(answers),
+        Route("/about", about.about, methods=["GET"]),
+        Route("/openapi.json", openapi, methods=["GET"]),
+    ]
     return [
         Route("/health", about.health, methods=["GET"]),
-        Mount("/v1", Authenticated(hosting, Mount("", routes=[Route("/about", about.about, methods=["GET"])]))),
+        Mount("/v1", Authenticated(hosting, Router(inner, redirect_slashes=False))),
     ]
+
+
+def _routes(answers: Answers) -> list[Route]:
+    """One route for each path, because Starlette asks the routes one after the other."""
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = Endpoint(operation, answers)
+    return [Route(path, _by_method(endpoints), methods=list(endpoints)) for path, endpoints in paths.items()]
+
+
+def _by_method(endpoints: dict[str, Endpoint]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+
+    return answer
 
 
 class Authenticated:
