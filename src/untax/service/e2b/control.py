@@ -265,7 +265,7 @@ class Control:
         }  # fmt: skip
         return answer(document, 202)
 
-    async def template_list(self, request: Request, tenant: Tenant) -> Response:
+    async def template_list(self, _: Request, tenant: Tenant) -> Response:
         return answer([one.shown() for one in self._templates if one.tenant == tenant.name and one.origin is None])
 
     async def template_info(self, request: Request, tenant: Tenant) -> Response:

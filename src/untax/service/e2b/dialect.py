@@ -32,7 +32,10 @@ class E2b:
         place = hosting.engine.warehouse.state_dir / "e2b"
         self._domain = settings.domain.rpartition(":")[0] or settings.domain if settings.domain else None
         self._templates = Templates(
-            place / "templates.json", str(settings.extra.get("e2b_image", "host")), settings.extra.get("e2b_images")
+            place / "templates.json",
+            str(settings.extra.get("e2b_image", "host")),
+            settings.extra.get("e2b_images"),
+            settings.admission.check,
         )
         self._sandboxes = Sandboxes(hosting, self._templates)
         self._contexts = Contexts(place / "files")

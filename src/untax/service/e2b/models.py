@@ -14,6 +14,7 @@ from untax.core.result import CommandResult
 
 ENVD_VERSION = "0.6.4"
 """Of which all that the SDK asks for is here: up to recursive watches with entries, default users, closing of input, uploads as octets, metadata."""
+_DIRECTORY_BYTES = 4096
 METADATA_PREFIX = "user.e2b."
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY"}
 _EVENTS = {"created": "CREATE", "modified": "WRITE", "deleted": "REMOVE", "moved": "RENAME", "attributes": "CHMOD"}
@@ -109,7 +110,8 @@ def entry_info(
         "name": posixpath.basename(path) or "/",
         "type": _TYPES.get(kind or entry.type, "FILE_TYPE_UNSPECIFIED"),
         "path": path,
-        "size": str(entry.size),
+        # An empty directory has a block of its own where envd runs (ext4), and clients take 0 for a fault.
+        "size": str(entry.size or (_DIRECTORY_BYTES if entry.is_dir else 0)),
         "mode": entry.mode & 0o777,
         "permissions": permissions(entry),
         "owner": accounts.owner(entry.uid),

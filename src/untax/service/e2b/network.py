@@ -58,8 +58,7 @@ class Rules:
 
     def updated(self, network: Mapping[str, Any], internet: bool | None) -> Rules:
         """All rules for what goes out are replaced; what comes in stays as it was."""
-        fresh = Rules.parse({**network, "allowPublicTraffic": self.public_traffic, "maskRequestHost": self.mask_host}, internet)
-        return fresh
+        return Rules.parse({**network, "allowPublicTraffic": self.public_traffic, "maskRequestHost": self.mask_host}, internet)
 
 
 def _patterns(network: Mapping[str, Any], name: str) -> tuple[str, ...]:
@@ -102,10 +101,9 @@ class RulesPolicy(Policy):
 
     def check_address(self, host: str, address: str, port: int) -> str | None:
         why = super().check_address(host, address, port)
-        if why is None and not self._denied.is_none and super().check_name(host, port) is not None:
-            # Not allowed by name: then a range that is denied holds for what the name resolved to.
-            if not any(rule.holds(ipaddress.ip_address(address), port) for rule in self._rules) and any(
-                rule.holds(ipaddress.ip_address(address), port) for rule in self._denied._rules
-            ):
-                return "denied by the sandbox's network rules"
-        return why
+        if why is not None or self._denied.is_none or super().check_name(host, port) is None:
+            return why
+        found = ipaddress.ip_address(address)  # of a name that no rule allows: a range that is denied holds for what it resolved to
+        is_allowed = any(rule.holds(found, port) for rule in self._rules)
+        is_denied = any(rule.holds(found, port) for rule in self._denied._rules)
+        return "denied by the sandbox's network rules" if is_denied and not is_allowed else None

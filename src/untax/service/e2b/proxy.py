@@ -81,7 +81,10 @@ class _Exchange:
         has_length = any(name == b"content-length" for name, _ in headers)
         if message.get("more_body") and not has_length:
             headers.append((b"transfer-encoding", b"chunked"))
-        request = h11.Request(method=scope["method"], target=target, headers=[(b"host", host), *headers, (b"connection", b"close")])
+        written = [
+            (name.title(), value) for name, value in ((b"host", host), *headers, (b"connection", b"close"))
+        ]  # as most programs write them
+        request = h11.Request(method=scope["method"], target=target, headers=written)
         await self._write(self._http.send(request))
         while message["type"] == "http.request":
             if message.get("body"):

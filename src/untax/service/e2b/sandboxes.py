@@ -112,6 +112,8 @@ class Sandboxes:
         if name == BASE and (image := metadata.get(IMAGE_KEY)):
             build = Build(BASE, "ready", self._templates.image_for(image))
         internet = body.get("allow_internet_access", body.get("allowInternetAccess"))
+        if not self._hosting.settings.admission.networks:
+            internet = False
         lifecycle = Lifecycle(
             bool(body.get("autoPause")),
             body.get("autoPauseMemory") is not False,

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,8 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOGS_MAX = 20_000
 _LOGS_PAGE = 100
 _FORMAT = 1
-# Forms of ours that a client may name. The others would read files of the server's host.
-_OPEN_FORMS = ("host", "debian", "registry")
-_OWN_FORMS = ("dir", "tar", "oci", "docker-archive", "docker", "podman")
+# The words before the colon of an image of ours; whatever else is a name in a registry.
+_FORMS = ("host", "debian", "registry", "dir", "tar", "oci", "docker-archive", "docker", "podman")
 
 
 @dataclass(slots=True)
@@ -130,8 +129,11 @@ class Template:
 class Templates:
     """The register. `image` is what the template `base` stands for, and what names in `images` stand for is the operator's word."""
 
-    def __init__(self, place: Path, image: str, images: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, place: Path, image: str, images: Mapping[str, str] | None = None, admit: Callable[[EnvSpec], None] | None = None
+    ) -> None:
         self._place = place
+        self._admit = admit
         self._image = image
         self._images = dict(images or {})
         self._all: dict[str, Template] = {}
@@ -164,17 +166,17 @@ class Templates:
         return template, build
 
     def image_for(self, name: str) -> str:
-        """An image as builders name it, as one of ours. `UsageError` for those that would be files of this host."""
+        """An image as builders name it, as one of ours. `Refused` with 403 for one that the operator did not allow."""
         if not isinstance(name, str) or not name or len(name) > 512 or not name.isprintable() or name.startswith("-") or " " in name:
             raise UsageError("the image's name is none")
         if name in self._images:
             return self._images[name]
         if name == BASE or name.startswith("e2bdev/base"):
             return self._image
-        scheme = name.partition(":")[0]
-        if scheme in _OWN_FORMS:
-            raise UsageError(f"an image {scheme}:… would be read from this server's own files; its operator can give it a name for clients")
-        return name if scheme in _OPEN_FORMS else f"registry:{name}"
+        image = name if name.partition(":")[0] in _FORMS else f"registry:{name}"
+        if self._admit is not None:
+            self._admit(EnvSpec(image=image))
+        return image
 
     # ---- making ----
 
