@@ -177,7 +177,7 @@ def flag_field(message: Message, name: str, *, default: bool = False) -> bool:
 def number_field(message: Message, name: str) -> int:
     """An unsigned integer; 64-bit ones come as strings."""
     value = message.get(name, 0)
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 64:
         raise RpcError("invalid_argument", f"{name} is not an unsigned number")

@@ -22,6 +22,7 @@ from untax.service.e2b.connect import Message, RpcError, rpc_error
 from untax.service.e2b.filesystem import Filesystem
 from untax.service.e2b.models import Account
 from untax.service.e2b.sandbox import Sandbox
+from untax.service.e2b.signature import Operation
 from untax.service.e2b.usage import sample
 from untax.service.errors import Refused, status_of
 from untax.service.hosting import Hosting
@@ -112,7 +113,7 @@ class Envd:
                 if path == _INPUT:
                     done = await sandbox.processes.stream_input(messages)
                     return Response(connect.envelope(done) + connect.end(), media_type=connect.STREAM)
-                message = await anext(messages, None) or {}
+                message = await anext(messages, Message())
                 events = await _STREAMED[path](sandbox, account, message, _timeout_s(request), _ping_s(request))
                 return StreamingResponse(_enveloped(events), media_type=connect.STREAM)
             except UntaxError as exc:
@@ -133,7 +134,7 @@ class Envd:
     # ---- files and measures ----
 
     async def _files(self, sandbox: Sandbox, request: Request) -> Response:
-        operation: files.Operation = "read" if request.method == "GET" else "write"
+        operation: Operation = "read" if request.method == "GET" else "write"
         if not self._has_token(sandbox, request) and not files.signed(sandbox, request, operation):
             raise Refused(401, "Unauthorized", "missing signature query parameter")
         with self._hosting.acting(sandbox.holding.tenant):

@@ -109,7 +109,7 @@ async def upload(files: Filesystem, request: Request) -> Response:
 async def _write_parts(
     files: Filesystem, parts: AsyncIterator[Part | bytes], path: str | None, metadata: Mapping[str, str]
 ) -> list[dict[str, object]]:
-    written = []
+    written: list[dict[str, object]] = []
     found = await anext(parts, None)
     while found is not None:
         assert isinstance(found, Part)

@@ -127,11 +127,11 @@ class Filesystem:
     # ---- making and giving ----
 
     @property
-    def _owner(self) -> Mapping[str, int]:
-        """For `mark`: nothing where the hands are the user's own anyway."""
+    def _owner(self) -> tuple[int | None, int | None]:
+        """For `mark`: nobody where the hands are the user's own anyway."""
         if self._sandbox.hands == self._account.name:
-            return {}
-        return {"uid": self._account.uid, "gid": self._account.gid}
+            return None, None
+        return self._account.uid, self._account.gid
 
     async def make_directories(self, path: str) -> None:
         """As `mkdir -p`; those that were missing belong to the user."""
@@ -151,12 +151,13 @@ class Filesystem:
                     raise outcome
                 elif not outcome.is_dir:
                     raise RpcError("invalid_argument", f"path is not a directory: {one}")
+        uid, gid = self._owner
         for at in range(0, len(missing), _TOGETHER // 2):
             batch = self._box.batch()
             for one in missing[at : at + _TOGETHER // 2]:
                 batch.mkdir(one, parents=False)
-                if self._owner:
-                    batch.mark(one, **self._owner)
+                if uid is not None:
+                    batch.mark(one, uid=uid, gid=gid)
             for outcome in await batch.send(stop=True):
                 if isinstance(outcome, UntaxError) and not isinstance(outcome, Exists):
                     raise outcome
@@ -172,9 +173,10 @@ class Filesystem:
         return info
 
     async def _first(self, path: str, data: bytes, metadata: Mapping[str, str]) -> None:
+        uid, gid = self._owner
         for is_last in (False, True):
             batch = self._box.batch().write(path, data, parents=False)
-            batch.mark(path, **self._owner, prefix=METADATA_PREFIX, attributes=metadata)
+            batch.mark(path, uid=uid, gid=gid, prefix=METADATA_PREFIX, attributes=metadata)
             outcome = next((one for one in await batch.send(stop=True) if isinstance(one, UntaxError)), None)
             if outcome is None:
                 return

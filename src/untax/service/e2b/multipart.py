@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from email.message import Message as Headers
-from email.parser import BytesParser
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -91,16 +90,14 @@ class Multipart:
 
 
 def _part(head: bytes) -> Part:
-    disposition = BytesParser().parsebytes(head, headersonly=True).get("content-disposition", "")
+    lines = head.decode("utf-8", "replace").split("\r\n")
+    disposition = next(
+        (value for name, _, value in (line.partition(":") for line in lines) if name.strip().lower() == "content-disposition"), ""
+    )
     names: dict[str, str] = {}
     for name, quoted, bare in re.findall(r';\s*(name|filename)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^;\s]*))', disposition):
-        text = quoted or bare
-        text = re.sub(r"\\(.)", r"\1", text)
-        names[name] = unquote(text) if re.search(r"%(22|0D|0A)", text) else text  # as browsers and httpx escape quotes and line ends
-    found = re.search(r"filename\*\s*=\s*(?:utf-8|UTF-8)''([^;\s]+)", disposition)
-    if found:
+        text = re.sub(r"\\(.)", r"\1", quoted or bare)
+        names[name] = re.sub("%(22|0D|0A)", lambda found: unquote(found[0]), text)  # as browsers and httpx escape quotes and line ends
+    if found := re.search(r"filename\*\s*=\s*utf-8''([^;\s]+)", disposition, re.IGNORECASE):
         names["filename"] = unquote(found[1])
-    filename = names.get("filename")
-    if filename is not None:  # the parser has decoded it byte by byte
-        filename = filename.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return Part(names.get("name", ""), filename)
+    return Part(names.get("name", ""), names.get("filename"))

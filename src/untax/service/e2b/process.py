@@ -47,11 +47,13 @@ class Listener:
         self._come = asyncio.Event()
         self._taken = asyncio.Event()
 
-    async def put(self, kind: str, data: bytes) -> None:
-        """Waits while too much is kept already."""
-        while self._size > _AHEAD and not self.is_gone:
+    async def put(self, kind: str, data: bytes, ended: asyncio.Future[None]) -> None:
+        """Waits while too much is kept already, unless the process has ended: then there is no more of it than the cell's window."""
+        while self._size > _AHEAD and not self.is_gone and not ended.done():
             self._taken.clear()
-            await self._taken.wait()
+            taken = asyncio.ensure_future(self._taken.wait())
+            await asyncio.wait((taken, ended), return_when=asyncio.FIRST_COMPLETED)
+            taken.cancel()
         if not self.is_gone:
             self._size += len(data)
             self.tell((kind, data))
@@ -213,15 +215,18 @@ class Processes:
     async def _pump(self, running: Running) -> None:
         """Carry what it prints to whoever listens, and its end."""
         last: CommandResult | RpcError
+        ended = asyncio.ensure_future(running.process.wait_exit())
         try:
             async for output in running.process:
                 kind = "pty" if running.is_pty else output.stream
                 for listener in tuple(running.listeners):
-                    await listener.put(kind, output.data)
+                    await listener.put(kind, output.data, ended)
             last = await running.process.wait()
         except UntaxError as exc:
             last = rpc_error(exc)
         finally:
+            ended.cancel()
+            await asyncio.gather(ended, return_exceptions=True)
             if self._running.get(running.pid) is running:
                 del self._running[running.pid]
         if isinstance(last, CommandResult) and last.timed_out:

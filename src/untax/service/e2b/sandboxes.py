@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from untax.core.errors import SubstrateUnavailable, UntaxError, UsageError
 from untax.core.spec import freeze_env
@@ -22,6 +22,8 @@ from untax.service.tenants import Tenant
 if TYPE_CHECKING:
     from untax.box import Box
     from untax.snapshot import Snapshot
+
+T = TypeVar("T")
 
 log = logging.getLogger("untax.service.e2b")
 
@@ -357,7 +359,7 @@ class Sandboxes:
 
     # ---- work behind ----
 
-    def _background(self, work: Any) -> asyncio.Task[Any]:
+    def _background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
