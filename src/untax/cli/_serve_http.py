@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from untax.core.errors import UsageError
 from untax.server.service import Service
 from untax.service.admission import Admission
 from untax.service.app import build
+from untax.service.held import take_over
 from untax.service.hosting import Hosting, Settings
 from untax.service.keys import own_key, read_secret
 from untax.service.listen import Address, HttpListener
@@ -58,7 +60,7 @@ class Http:
             extra={"e2b_image": self.base_image, "e2b_images": dict(self.images)},
         )
         hosting = Hosting(owners.engine, self.tenants, settings, owners=owners)
-        listener = HttpListener(build(hosting), self.address)
+        listener = HttpListener(build(hosting), self.address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)
         await listener.start()

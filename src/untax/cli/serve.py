@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ log = logging.getLogger("untax.server")
 
 _DRAIN_S = 10.0
 _PORT = 8765
+_DESCRIPTORS = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain < float("inf"):
         raise UsageError(f"--drain must be a number of seconds, not {arguments.drain:g}")
+    _allow_descriptors()
     ended_by = asyncio.run(_serve(arguments))
     return 130 if ended_by == signal.SIGINT else 0
+
+
+def _allow_descriptors() -> None:
+    """As many as the machine's operator lets us, up to what ten thousand sandboxes need; sandboxes have a limit of their own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(arguments: argparse.Namespace) -> signal.Signals:

@@ -16,6 +16,7 @@ from untax import __version__
 from untax.core.errors import PoolClosed, ProtocolError, UntaxError
 from untax.core.ledger import Ledger
 from untax.core.spec import require_duration
+from untax.core.stream import ByteStream
 from untax.remote.boot import boot_id
 from untax.remote.messages import PROTOCOL, Body, error_data
 from untax.remote.stream import MessageStream
@@ -129,8 +130,9 @@ class Session:
     """One connection: a greeting, then requests of one owner."""
 
     def __init__(
-        self, service: Service, stream: MessageStream, label: str, *, proves_life: bool, on_owner: Callable[[Owner], object]
+        self, service: Service, stream: MessageStream, label: str, *, proves_life: bool, on_owner: Callable[[Owner, Body], Body]
     ) -> None:
+        """`on_owner` is told whose connection it is and how it greeted, and gives what the answer says beside the rest."""
         self._service = service
         self._stream = stream
         self._label = label
@@ -154,8 +156,8 @@ class Session:
 
     # ---- from the stream ----
 
-    def message_received(self, body: Body, fd: int | None) -> None:
-        if fd is not None:
+    def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
+        if isinstance(fd, int):
             os.close(fd)  # nothing that a client sends needs one
         request_id = body.get("id")
         if isinstance(request_id, bool) or not isinstance(request_id, int) or not isinstance(body.get("op"), str):
@@ -180,6 +182,11 @@ class Session:
         except UntaxError as exc:
             self.refuse(request_id, exc)
             return
+        try:
+            more = self._on_owner(owner, body)
+        except UntaxError as exc:
+            self.refuse(request_id, exc)
+            return
         self.owner = owner
         substrate = service.engine.substrate
         self.say(
@@ -196,11 +203,11 @@ class Session:
                     "substrate": {"name": substrate.name, "isolation": substrate.isolation},
                     "boot": boot_id(),
                     "now_ns": service.engine.clock(),
+                    **more,
                 },
             }
         )
         service.owners.attach(owner, self)
-        self._on_owner(owner)
 
     def _owner_of(self, body: Body) -> tuple[Owner, bool]:
         if body.get("op") != "hello":
@@ -236,7 +243,7 @@ class Session:
             case "lease" | "warm" if service.is_draining:
                 self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
             case "ledgers":
-                self.say({"id": request_id, "ok": {"value": service.latest_ledgers()}})
+                self.say({"id": request_id, "ok": {"value": service.latest_ledgers(owner.gate.name or None)}})
             case _ if isinstance(args, dict):
                 shift_ns = self._shift_ns
                 service.answers.ask(

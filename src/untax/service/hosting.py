@@ -253,6 +253,12 @@ class Hosting:
             found = self._use[tenant.name] = _Use()
         return found
 
+    def leased(self, tenant: Tenant, change: int) -> None:
+        """Leases of clients that hold their channels, more or less."""
+        self._of(tenant).leases += change
+        if change > 0:
+            self.counters["leases", "channel"] += change
+
     def use(self, tenant: Tenant) -> dict[str, int]:
         use = self._of(tenant)
         return {"leases": use.leases, "starting": use.starting, "actions": use.actions}

@@ -63,13 +63,12 @@ class Kept:
         self._saved[snapshot_id] = tenant.name
         await self._write()
 
-    def forget(self, snapshot_id: str) -> None:
-        """One that lasted as long as its owner's connection."""
-        self._live.pop(snapshot_id, None)
-
     async def drop(self, tenant: Tenant, snapshot_id: str) -> None:
         snapshot = await self.find(tenant, snapshot_id)
         await snapshot.drop()
+        await self.forget_dropped(snapshot_id)
+
+    async def forget_dropped(self, snapshot_id: str) -> None:
         self._live.pop(snapshot_id, None)
         if self._saved.pop(snapshot_id, None) is not None:
             await self._write()

@@ -11,7 +11,7 @@ import ipaddress
 import os
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from untax.core.errors import BackendError, UsageError
+from untax.service import held
 
 HEAD_S = 10.0
 """For the head of a request to come, from the connection or the request's first byte on."""
@@ -66,6 +67,10 @@ class Address:
             raise UsageError(f"{self.host} can be reached by others: give --tls-cert, --tls-key and --token-file, or listen on 127.0.0.1")
 
 
+Upgrade = Callable[[asyncio.Transport, str, Iterable[tuple[bytes, bytes]]], asyncio.Protocol | None]
+"""Takes a connection that asks for a WebSocket over, or refuses it."""
+
+
 class Protocol(HttpToolsProtocol):
     """uvicorn's, with an end to the patience for heads."""
 
@@ -101,9 +106,18 @@ class Protocol(HttpToolsProtocol):
         self._in_head = True
         super().on_message_complete()
 
+    upgrade: Upgrade | None = None
+
     def handle_websocket_upgrade(self) -> None:
         self._stop()
-        super().handle_websocket_upgrade()
+        path = self.url.partition(b"?")[0].decode("latin-1")
+        if self.upgrade is None or path != held.PATH:
+            super().handle_websocket_upgrade()
+            return
+        self.connections.discard(self)
+        taken = type(self).upgrade(self.transport, path, self.headers)  # type: ignore[misc]
+        if taken is not None:
+            self.transport.set_protocol(taken)
 
     def _await_head(self) -> None:
         self._late = asyncio.get_running_loop().call_later(HEAD_S, self._refuse, b"408 Request Timeout")
@@ -130,8 +144,9 @@ class _Server(uvicorn.Server):
 class HttpListener:
     """Serves `app` from `start` until `close`."""
 
-    def __init__(self, app: ASGIApp, address: Address) -> None:
+    def __init__(self, app: ASGIApp, address: Address, upgrade: Upgrade | None = None) -> None:
         self._address = address
+        protocol = type("Protocol", (Protocol,), {"upgrade": staticmethod(upgrade)}) if upgrade is not None else Protocol
         tls: dict[str, Any] = {}
         if address.tls_cert is not None:
             _check_certificate(address)
@@ -139,7 +154,7 @@ class HttpListener:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=Protocol,
+                http=protocol,
                 ws="websockets-sansio",
                 ws_max_size=_WS_MAX,
                 ws_per_message_deflate=False,
