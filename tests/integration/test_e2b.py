@@ -346,8 +346,40 @@ for _ in range(100):
         break
     except urllib.error.HTTPError:
         time.sleep(0.1)
+import websockets.sync.client
+box.files.write("echo.py", ECHO)
+box.commands.run("python3 echo.py", background=True, envs={"PYTHONPATH": ""})
+for _ in range(100):
+    try:
+        with websockets.sync.client.connect(
+            f"wss://{box.get_host(9000)}/chat", additional_headers={"e2b-traffic-access-token": box.traffic_access_token}, proxy=None
+        ) as ws:
+            ws.send("hello")
+            said = ws.recv()
+        break
+    except websockets.exceptions.InvalidStatus:
+        time.sleep(0.1)
 box.kill()
-print(json.dumps([read, refused, served]))
+print(json.dumps([read, refused, served, said]))
+"""
+# A WebSocket server of the standard library alone, which is all that a sandbox is sure to have: one message back, in capitals.
+ECHO = """
+import base64, hashlib, socket
+server = socket.create_server(("127.0.0.1", 9000))
+while True:
+    peer, _ = server.accept()
+    head = b""
+    while b"\\r\\n\\r\\n" not in head:
+        head += peer.recv(65536)
+    key = next(line.split(b": ")[1] for line in head.split(b"\\r\\n") if line.lower().startswith(b"sec-websocket-key"))
+    accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+    peer.sendall(b"HTTP/1.1 101 x\\r\\nUpgrade: websocket\\r\\nConnection: Upgrade\\r\\nSec-WebSocket-Accept: " + accept + b"\\r\\n\\r\\n")
+    frame = peer.recv(65536)
+    size = frame[1] & 127
+    text = bytes(byte ^ frame[2 + at % 4] for at, byte in enumerate(frame[6 : 6 + size])).upper()
+    peer.sendall(bytes((0x81, len(text))) + text)
+    peer.recv(65536)
+    peer.close()
 """
 
 
@@ -356,6 +388,8 @@ async def test_with_a_domain_urls_are_signed_and_ports_have_names(named, tmp_pat
     env = {
         **os.environ, "E2B_DOMAIN": served.said["exports"]["E2B_DOMAIN"], "E2B_API_KEY": served.token, "SSL_CERT_FILE": str(certificate),
     }  # fmt: skip
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", USE_NAMES], env=env, capture_output=True, text=True, timeout=60)
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", f"ECHO = {ECHO!r}\n{USE_NAMES}"], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["signed", 403, "signed"]
+    assert json.loads(done.stdout) == ["signed", 403, "signed", "HELLO"]

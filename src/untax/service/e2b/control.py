@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from untax.core.errors import UntaxError, UsageError
+from untax.core.errors import SandboxLost, UntaxError, UsageError
 from untax.service.auth import authenticate
 from untax.service.bodies import read_json
 from untax.service.e2b.builds import Builder, Contexts
@@ -101,6 +101,8 @@ class Control:
             try:
                 tenant = authenticate(self._hosting.tenants, request.headers.raw)
                 return await handler(request, tenant)
+            except SandboxLost:
+                return refused(Refused(404, "NotFound", "sandbox not found"))  # it died while it was asked for
             except UntaxError as exc:
                 return refused(exc)
             except ClientDisconnect:

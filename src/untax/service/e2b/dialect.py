@@ -17,7 +17,7 @@ from untax.core.errors import UntaxError
 from untax.service.e2b.builds import Builder, Contexts
 from untax.service.e2b.control import Control, answer
 from untax.service.e2b.envd import PORT, Envd, gone, said
-from untax.service.e2b.proxy import forward, is_allowed, refuse_socket
+from untax.service.e2b.proxy import forward, forward_socket, is_allowed, refuse_socket
 from untax.service.e2b.sandboxes import Sandboxes
 from untax.service.e2b.templates import Templates
 from untax.service.hosting import Hosting
@@ -83,29 +83,27 @@ class E2b:
         return (match[2], int(match[1])) if match else None
 
     async def _serve(self, sandbox_id: str, port: int, scope: Scope, receive: Receive, send: Send) -> None:
+        is_socket = scope["type"] == "websocket"
         sandbox = self._sandboxes.find_any(sandbox_id) if _ID.fullmatch(sandbox_id) else None
-        response: Response | None = None
+        response: Response
         try:
             if sandbox is None or not await self._sandboxes.wake_for_request(sandbox):
                 response = gone(sandbox_id)
-            elif scope["type"] == "websocket":
-                await refuse_socket(receive, send)
-                return
-            elif port == PORT:
+            elif port == PORT and not is_socket:
                 response = await self._envd(sandbox, Request(scope, receive))
-            elif not 0 < port < 65536:
+            elif not 0 < port < 65536 or port == PORT:
                 response = answer({"code": 400, "message": "that is not a port"}, 400)
             elif not is_allowed(sandbox, scope):
                 response = answer({"code": 403, "message": "the sandbox takes traffic only with its token (e2b-traffic-access-token)"}, 403)
             else:
-                await forward(sandbox, port, scope, receive, send)
+                await (forward_socket if is_socket else forward)(sandbox, port, scope, receive, send)
                 return
         except UntaxError as exc:
             response = said(exc)
-        if scope["type"] == "websocket":
-            await refuse_socket(receive, send)
-            return
-        await response(scope, receive, send)
+        if is_socket:
+            await refuse_socket(receive, send, "the sandbox was not found, or does not take this")
+        else:
+            await response(scope, receive, send)
 
 
 def make(hosting: Hosting) -> E2b:

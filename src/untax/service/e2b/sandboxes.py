@@ -98,7 +98,7 @@ class Sandboxes:
         if task is not None and task.done() and (task.cancelled() or task.exception() is not None or task.result().is_over):
             task = None
         if task is None:
-            task = self._by_key[tenant.name, key] = self._background(self._made(tenant, wish))
+            task = self._by_key[tenant.name, key] = self._background(self._made(tenant, wish, key))
             while len(self._by_key) > _KEYS_MAX:
                 self._by_key.popitem(last=False)
         return await asyncio.shield(task)
@@ -137,7 +137,7 @@ class Sandboxes:
             raise UsageError(f"timeout must be a number of seconds between {least:g} and {self._hosting.settings.ttl_max_s:g}")
         return float(value)
 
-    async def _made(self, tenant: Tenant, wish: Wish) -> Sandbox:
+    async def _made(self, tenant: Tenant, wish: Wish, key: str | None = None) -> Sandbox:
         holding = await self._hosting.hold(tenant, lambda: self._take(wish.build), dialect="e2b", ttl_s=max(wish.timeout_s, 0.001))
         sandbox = self._dressed(holding, wish)
         try:
@@ -146,6 +146,8 @@ class Sandboxes:
             self._background(self._hosting.release(holding))
             raise
         wish.template.spawned += 1
+        if key is not None:
+            holding.on_end.append(lambda: self._by_key.pop((tenant.name, key), None))
         return sandbox
 
     def _dressed(self, holding: Holding, wish: Wish) -> Sandbox:
@@ -314,7 +316,11 @@ class Sandboxes:
                 ttl_s=max(timeout_s, 0.001),
             )
             fork = self._dressed(holding, wish)
-            await self._begin_start(fork, build)
+            try:
+                await self._begin_start(fork, build)
+            except BaseException:
+                self._background(self._hosting.release(holding))
+                raise
             return fork
 
         made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
