@@ -174,9 +174,7 @@ class HostedSandbox:
         )
         # The SDK gives output as text, with what is not UTF-8 replaced. Latin-1 is bytes and text at once; nothing was decoded before now.
         if not hasattr(handle, "_stdout_decoder"):
-            raise SubstrateUnavailable(
-                self.id, "this release of E2B's SDK gives no way to exact bytes; the adapter was tried with 2.45 to 2.63"
-            )
+            raise SubstrateUnavailable(self.id, "this release of E2B's SDK gives no way to exact bytes; the adapter was tried with 2.63")
         handle._stdout_decoder = codecs.getincrementaldecoder("latin-1")()
         stream.attach(handle)
         self._stream = stream

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from untax.core.errors import SandboxLost, UntaxError, UsageError
+from untax.core.errors import SandboxLost, SubstrateUnavailable, UntaxError, UsageError
 from untax.service.auth import authenticate
 from untax.service.bodies import read_json
 from untax.service.e2b.builds import Builder, Contexts
@@ -134,7 +134,11 @@ class Control:
 
     async def pause(self, request: Request, tenant: Tenant) -> Response:
         body = await read_json(request)
-        if not await self._sandboxes.pause(self._named(request, tenant), keep_memory=body.get("memory") is not False):
+        try:
+            is_paused = await self._sandboxes.pause(self._named(request, tenant), keep_memory=body.get("memory") is not False)
+        except SubstrateUnavailable as exc:  # not for now but for good: no client should ask again
+            raise Refused(501, "Unavailable", f"{exc.message}; keep_memory=False pauses without it") from exc
+        if not is_paused:
             raise Refused(409, "Conflict", "the sandbox is paused already")
         return Response(status_code=204)
 
