@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -63,7 +64,7 @@ def make(
     if not creates_per_s > 0:
         raise UsageError("creates_per_s must be a positive number")
     given = {"api_key": api_key, "domain": domain, "api_url": api_url, "sandbox_url": sandbox_url}
-    options = {name: value for name, value in given.items() if value is not None}
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return HostedE2b(template, options, isolation, timeout_s, creates_per_s, usd_per_s, state_dir)
 
 
@@ -73,7 +74,7 @@ class HostedE2b:
     def __init__(
         self,
         template: str,
-        options: dict[str, str],
+        options: dict[str, Any],
         isolation: str,
         timeout_s: int,
         creates_per_s: float,
@@ -102,13 +103,14 @@ class HostedE2b:
         """Remove what engines of this machine and state directory left that are dead."""
         from e2b import AsyncSandbox, SandboxQuery
 
+        kill: Callable[..., Awaitable[bool]] = AsyncSandbox.kill
         pages = AsyncSandbox.list(query=SandboxQuery(metadata={_OWNER: self._owner}), **self._options)
         while pages.has_next:
             for found in await _asked("", pages.next_items):
                 marks = found.metadata or {}
                 if _started(marks.get(_PID, "")) != marks.get(_SINCE):
                     log.info("sandbox %s of a dead engine goes", found.sandbox_id)
-                    await _asked(found.sandbox_id, lambda name=found.sandbox_id: AsyncSandbox.kill(name, **self._options))
+                    await _asked(found.sandbox_id, functools.partial(kill, found.sandbox_id, **self._options))
 
     async def aclose(self) -> None:
         pass  # every sandbox is destroyed by who made it
