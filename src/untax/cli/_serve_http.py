@@ -12,6 +12,7 @@ from pathlib import Path
 
 from untax.core.errors import UsageError
 from untax.server.service import Service
+from untax.service import telemetry
 from untax.service.admission import Admission
 from untax.service.app import build
 from untax.service.held import take_over
@@ -47,6 +48,7 @@ class Http:
         self.address.check_safe(has_tokens=self.token_file is not None, any_key=self.any_key)
         if self.domain is not None and (not _DOMAIN.fullmatch(self.domain) or not self.port or self.tls_cert is None):
             raise UsageError("--domain is a name such as sandboxes.example.org; it wants a --port, and --tls-cert and --tls-key for *.NAME")
+        self.spans = telemetry.from_environment()
         self.key_file = Path(self.token_file or _key_path(self.state_dir))
         self.tenants: Tenants = read_tenants(
             read_secret(self.key_file) if self.token_file is not None else own_key(self.key_file), any_key=self.any_key

@@ -46,6 +46,10 @@ class Service:
         self.lease_s = require_duration("lease_s", lease_s)
         self.ledgers: deque[tuple[str, str]] = deque(maxlen=LEDGERS_KEPT)
         """The latest that are final, the holders' part in them: whose, and as `Ledger.to_json` has them."""
+        self.ledgers_total = 0
+        """How many there were, those that were forgotten included."""
+        self.on_ledger: Callable[[Ledger, str], object] | None = None
+        """Told of each, and whose it is."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
         self.answers = Answers(engine.chore)
@@ -117,7 +121,13 @@ class Service:
     def closed(self, ledger: Ledger, tenant: str = "") -> None:
         """A ledger is final."""
         # Behind the reply, which need not wait for it.
-        asyncio.get_running_loop().call_soon(lambda: self.ledgers.append((tenant, ledger.to_json())))
+        asyncio.get_running_loop().call_soon(self._keep, tenant, ledger)
+
+    def _keep(self, tenant: str, ledger: Ledger) -> None:
+        self.ledgers.append((tenant, ledger.to_json()))
+        self.ledgers_total += 1
+        if self.on_ledger is not None:
+            self.on_ledger(ledger, tenant)
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -62,6 +62,7 @@ def build(hosting: Hosting) -> ASGIApp:
         lifespan=lifespan,
     )
     app.state.hosting = hosting
+    app.router.redirect_slashes = False
     wrapped: ASGIApp = app
     for dialect in dialects:
         wrapped = dialect.wrap(wrapped)

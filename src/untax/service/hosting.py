@@ -24,6 +24,8 @@ from untax.service.admission import Admission
 from untax.service.errors import Refused, not_found
 from untax.service.kept import Kept
 from untax.service.observed import Observed
+from untax.service.probe import Probe
+from untax.service.telemetry import Spans
 from untax.service.tenants import Tenant, Tenants
 
 if TYPE_CHECKING:
@@ -89,15 +91,29 @@ class Settings:
 class Hosting:
     """Over a started engine, which stays its maker's to close. `owners` carries the clients that hold channels themselves."""
 
-    def __init__(self, engine: Engine, tenants: Tenants, settings: Settings | None = None, *, owners: Service | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tenants: Tenants,
+        settings: Settings | None = None,
+        *,
+        owners: Service | None = None,
+        spans: Spans | None = None,
+    ) -> None:
         self.engine = engine
         self.tenants = tenants
         self.settings = settings or Settings()
         self.owners = owners or Service(engine)
+        if spans is not None:
+            self.owners.on_ledger = spans.rollout
         self.counters: Counter[tuple[str, ...]] = Counter()
         """Events since the start, by what they are; `/metrics` shows them."""
         self.observed = Observed()
+        self.watching: Counter[str] = Counter()
+        """Pages that are open, by tenant."""
         self.kept = Kept(engine)
+        self.probe = Probe(engine)
+        self.spans = spans
         self._holdings: dict[str, Holding] = {}
         self._use: dict[str, _Use] = {}
         self._waiting: list[asyncio.Future[None]] = []
@@ -196,6 +212,12 @@ class Hosting:
             self.owners.closed(holding.box.ledger, holding.tenant.name)
             self._changed()
 
+    def answered(self, tenant: Tenant, name: str, status: int, took_s: float) -> None:
+        """A request was carried out."""
+        self.observed.add(name, status, took_s)
+        if self.spans is not None:
+            self.spans.request(name, tenant.name, status, took_s)
+
     # ---- what may be asked for ----
 
     def admit(self, tenant: Tenant, spec: EnvSpec) -> None:  # noqa: ARG002  for those who tell tenants apart
@@ -291,6 +313,8 @@ class Hosting:
         await asyncio.gather(*endings, return_exceptions=True)
         await self.kept.aclose()
         await self.owners.aclose()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []

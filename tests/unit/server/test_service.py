@@ -308,7 +308,7 @@ async def test_where_a_connection_proves_nothing_only_heartbeats_do(fake, tmp_pa
 async def test_x3_a_server_that_does_not_answer_is_given_up(fake, tmp_path, monkeypatch):
     """Nobody waits for ever: requests fail as the backend's, actions go on, and it is taken up again once it answers."""
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(client, "_GREETING_S", 0.5)
+    monkeypatch.setattr(client, "GREETING_S", 0.5)
     frozen = False
 
     def receive(session, body, fd):
@@ -599,7 +599,7 @@ async def test_a_missing_directory_names_the_remedy(fake, tmp_path):
             pass
 
 
-@pytest.mark.parametrize("url", ["", "unix:", "/tmp/x", "http://localhost", "tcp:x"])
+@pytest.mark.parametrize("url", ["", "unix:", "/tmp/x", "http://", "http://u:p@h", "http://h:x", "https://h/?q", "tcp:x"])
 def test_another_address_is_refused(url):
     with pytest.raises(untax.UsageError):
         untax.connect(url)

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route, Router
+from starlette.routing import BaseRoute, Mount, Route, Router, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
+from untax.service import dashboard
 from untax.service.auth import authenticate
-from untax.service.native import about, actions, files, leases, snapshots
+from untax.service.errors import Refused, error_response
+from untax.service.native import about, actions, files, leases, process, snapshots
 from untax.service.native.endpoint import Endpoint, Operation
 from untax.service.native.idempotency import Answers
 from untax.service.native.openapi import document
@@ -32,9 +35,13 @@ def routes(hosting: Hosting) -> Sequence[BaseRoute]:
         *_routes(answers),
         Route("/about", about.about, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
+        Route("/events", dashboard.events, methods=["GET"]),
+        WebSocketRoute("/leases/{lease}/process", process.stream),
     ]
     return [
+        *dashboard.routes(hosting),
         Route("/health", about.health, methods=["GET"]),
+        Route("/metrics", about.prometheus, methods=["GET"]),
         Mount("/v1", Authenticated(hosting, Router(inner, redirect_slashes=False))),
     ]
 
@@ -62,6 +69,12 @@ class Authenticated:
         self._inner = inner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["tenant"] = authenticate(self._hosting.tenants, scope["headers"])
+        try:
+            scope["tenant"] = authenticate(self._hosting.tenants, scope["headers"])
+        except Refused as exc:
+            if scope["type"] != "websocket":
+                raise
+            await WebSocket(scope, receive, send).send_denial_response(error_response(exc))
+            return
         scope["hosting"] = self._hosting
         await self._inner(scope, receive, send)

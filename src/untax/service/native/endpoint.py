@@ -92,7 +92,7 @@ class Endpoint:
             status = status_of(exc)
             return error_response(exc)
         finally:
-            hosting.observed.add(operation.name, status, asyncio.get_running_loop().time() - started)
+            hosting.answered(tenant, operation.name, status, asyncio.get_running_loop().time() - started)
 
     async def _answered(self, request: Request, asked: Asked) -> Answered:
         key = request.headers.get("idempotency-key")
