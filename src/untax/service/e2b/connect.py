@@ -82,7 +82,7 @@ _BY_ERROR: tuple[tuple[type[UntaxError], str], ...] = (
     (IsDirectory, "invalid_argument"),
     (DiskFull, "resource_exhausted"),
     (TooLarge, "resource_exhausted"),
-    (FileError, "internal"),
+    (FileError, "failed_precondition"),  # busy, read-only, too many links: the sandbox's own affair
     (UsageError, "invalid_argument"),
     (ActionTimeout, "deadline_exceeded"),
     (SandboxLost, "unavailable"),

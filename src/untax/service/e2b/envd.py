@@ -228,7 +228,7 @@ def _json(document: object, status: int = 200) -> Response:
 
 
 _STATUS: tuple[tuple[type[UntaxError], int], ...] = (
-    (NotFound, 404), (IsDirectory, 400), (DiskFull, 507), (FileError, 500), (UsageError, 400), (ActionTimeout, 504), (SandboxLost, 502),
+    (NotFound, 404), (IsDirectory, 400), (DiskFull, 507), (FileError, 409), (UsageError, 400), (ActionTimeout, 504), (SandboxLost, 502),
 )  # fmt: skip
 
 
