@@ -33,6 +33,7 @@ PROGRAMS = (
     "mixed_load",
     "adaptive",
     "parked_kills",
+    "neighbours",
     "report",
     "trajectory",
     "meter",

@@ -216,3 +216,25 @@ async def _opened(served, path):
         yield _Socket(reader, writer)
     finally:
         writer.close()
+
+
+async def test_spans_go_where_the_environment_says(tmp_path, monkeypatch):
+    """A collector of our own hears of requests and of a rollout with its parts."""
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    heard = bytearray()
+
+    async def collect(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length"))
+        heard.extend(await reader.readexactly(size))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(collect, "127.0.0.1", 0) as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.sockets[0].getsockname()[1]}")
+        async with hosted(tmp_path) as served, served.client() as client:
+            lease = (await client.post("/v1/leases", json={})).json()["lease"]
+            await client.delete(f"/v1/leases/{lease}")
+            assert await served.stop() == 0  # sends what is left
+    for name in (b"untax create_lease", b"untax rollout", b"untax cleanup"):
+        assert name in heard

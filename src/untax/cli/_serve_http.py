@@ -61,7 +61,7 @@ class Http:
             domain=self._shown_domain,
             extra={"e2b_image": self.base_image, "e2b_images": dict(self.images)},
         )
-        hosting = Hosting(owners.engine, self.tenants, settings, owners=owners)
+        hosting = Hosting(owners.engine, self.tenants, settings, owners=owners, spans=self.spans)
         listener = HttpListener(build(hosting), self.address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)

@@ -17,12 +17,14 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import untax
 from untax import substrates
 from untax.core.errors import UsageError
 from untax.server.service import LEASE_S, Service
+from untax.server.sole import only_server
 from untax.server.unix import UnixListener
 
 if TYPE_CHECKING:
@@ -85,7 +87,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain < float("inf"):
         raise UsageError(f"--drain must be a number of seconds, not {arguments.drain:g}")
     _allow_descriptors()
-    ended_by = asyncio.run(_serve(arguments))
+    with only_server(arguments.state_dir, arguments.substrate) as tell:
+        ended_by = asyncio.run(_serve(arguments, tell))
     return 130 if ended_by == signal.SIGINT else 0
 
 
@@ -97,7 +100,7 @@ def _allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-async def _serve(arguments: argparse.Namespace) -> signal.Signals:
+async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> signal.Signals:
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -126,6 +129,7 @@ async def _serve(arguments: argparse.Namespace) -> signal.Signals:
                 hosting, told = await http.start(service, stack)
                 leases = hosting
                 document = {"listening": told["url"], **document, **told}
+            tell(str(document["listening"]))
             _say_ready(arguments, document)
             ended_by = await signals.get()
             _notify("STOPPING=1")

@@ -107,15 +107,16 @@ class Operations:
         leases, owner.leases = list(owner.leases.values()), {}
         for box in leases:
             box.ledger.fault(f"the holder of the lease is gone: {reason}")
-        for outcome in await asyncio.gather(*(self._released(owner, box) for box in leases), return_exceptions=True):
+        unsaved = {name: one for name, one in owner.snapshots.items() if not one.is_saved}
+        for outcome in [
+            *await asyncio.gather(*(self._released(owner, box) for box in leases), return_exceptions=True),
+            *await asyncio.gather(*(asyncio.to_thread(pin.close) for pin in owner.pins.values()), return_exceptions=True),
+            *await asyncio.gather(*(one.drop() for one in unsaved.values()), return_exceptions=True),
+        ]:
             if isinstance(outcome, BaseException):
                 log.warning("while giving back what an owner held: %s: %s", type(outcome).__name__, outcome)
-        for pin in owner.pins.values():
-            await asyncio.to_thread(pin.close)
-        for snapshot in owner.snapshots.values():
-            if not snapshot.is_saved:
-                await snapshot.drop()
-                owner.gate.dropped_snapshot(snapshot.id)
+        for name in unsaved:
+            owner.gate.dropped_snapshot(name)
 
     # ---- their boxes ----
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import untax
@@ -82,7 +82,7 @@ def _histograms(hosting: Hosting) -> Iterator[str]:
         yield f'{name}_count{{operation="{operation}"}} {took.count}'
 
 
-def _one(name: str, kind: str, about: str, samples: list[tuple[dict[str, str], float]]) -> Iterator[str]:
+def _one(name: str, kind: str, about: str, samples: Sequence[tuple[dict[str, str], float]]) -> Iterator[str]:
     yield f"# HELP {name} {about}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:
