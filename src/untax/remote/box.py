@@ -188,22 +188,13 @@ class RemoteBox(Box):
         if channel is not None:
             channel.close()
 
-    async def _end(self, reason: str) -> None:
-        ledger = self._ledger
-        watch = Stopwatch(self._clock)
-        ledger.released(watch.last_ns)
-        self._over = self._over or reason
-        if self._expiry is not None:
-            self._expiry.cancel()
+    async def _give_back(self, reason: str) -> None:  # noqa: ARG002  the account has it
         channel, self._channel = self._channel, None
         try:
             # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
-            await self._ask("release", account=account.holding(ledger))
+            await self._ask("release", account=account.holding(self._ledger))
         except UntaxError as exc:
             log.info("the lease of sandbox %s was not given up (%s); its server does so by itself", self.id, exc)
         finally:
             if channel is not None:
                 channel.close()
-        ledger.add("cleanup", *watch.part())
-        ledger.closed(watch.last_ns)
-        self._engine.forget(self)

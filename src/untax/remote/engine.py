@@ -206,9 +206,6 @@ class RemoteEngine(Leasing):
         reply.discard()
         return reply.body
 
-    def forget(self, box: RemoteBox) -> None:
-        self._boxes.discard(box)
-
     def _heard(self, event: str, body: Mapping[str, Any]) -> None:
         if event == "closing":
             self._end_all("its server was stopped")
