@@ -16,6 +16,7 @@
 #include "io.h"
 
 #define GROUPS_MAX 4
+#define JOINS_MAX 4
 
 static int failed(const char *step) {
     fprintf(stderr, "%s: %s\n", step, strerror(errno));
@@ -33,19 +34,24 @@ int confined_main(int argc, char **argv) {
     uid_t uid = 0;
     gid_t groups[GROUPS_MAX];
     size_t count = 0;
+    const char *joins[JOINS_MAX];
+    size_t joined = 0;
     int i = 0;
     for (; i < argc && strcmp(argv[i], "--"); i++) {
         if (i + 1 == argc) break;
         if (!strcmp(argv[i], "--parent")) parent = (pid_t)atoi(argv[++i]);
         else if (!strcmp(argv[i], "--uid")) uid = (uid_t)strtoul(argv[++i], NULL, 10);
         else if (!strcmp(argv[i], "--group") && count < GROUPS_MAX) groups[count++] = (gid_t)strtoul(argv[++i], NULL, 10);
+        else if (!strcmp(argv[i], "--join") && joined < JOINS_MAX) joins[joined++] = argv[++i];
         else break;
     }
     if (i + 1 >= argc || strcmp(argv[i], "--")) {
-        fputs("cell confined --parent PID [--uid ID] [--group ID]… -- PROGRAM ARGUMENT…\n", stderr);
+        fputs("cell confined --parent PID [--uid ID] [--group ID]… [--join CGROUP.PROCS]… -- PROGRAM ARGUMENT…\n", stderr);
         return 126;
     }
     setsid();
+    for (size_t j = 0; j < joined; j++)  // before it has any child, which would be counted elsewhere
+        if (io_write_file(AT_FDCWD, joins[j], "0")) return failed("control group");
     struct rlimit none = {0, 0};
     if (setrlimit(RLIMIT_CORE, &none)) return failed("limits");
     io_write_file(AT_FDCWD, "/proc/self/oom_score_adj", "300");  // before its engine

@@ -22,6 +22,8 @@ FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
     "container-podman": {*FEW, "test_environment", "test_stages"},
+    "container-docker-runsc": {"test_sessions", "test_streams"},
+    "gvisor": {*FEW, "test_environment", "test_stages"},
     "kubernetes": FEW,
     "ssh": FEW,
     "vm": FEW - {"test_streams"},  # some of which are told in time by a quicker machine only

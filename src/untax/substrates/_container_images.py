@@ -100,7 +100,7 @@ class EngineImages:
             await asyncio.to_thread(self._require_room, scratch)
             with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as place:
                 archive = Path(place) / "image.tar"
-                layer = await asyncio.to_thread(_cell_layer, Path(place))
+                layer = await asyncio.to_thread(cell_layer, Path(place))
                 whole = root.with_layers(str(layer))
                 await asyncio.to_thread(export, whole, archive, f"{REPOSITORY}:{tag}", {LABEL: tag})
                 await self._load(archive)
@@ -204,7 +204,7 @@ class EngineImages:
             return 0.0
 
 
-def _cell_layer(place: Path) -> Path:
+def cell_layer(place: Path) -> Path:
     """A layer with nothing in it but the cell."""
     layer = place / "layer"
     target = layer / CELL.lstrip("/")

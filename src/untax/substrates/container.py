@@ -83,7 +83,7 @@ class ContainerSubstrate:
     name = "container"
     isolation = "container"
     builder = "namespace"
-    takes: Literal["oci", "squashfs"] = "oci"
+    takes: Literal["oci", "squashfs", "erofs"] = "oci"
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset({"limits"})
 
     def __init__(

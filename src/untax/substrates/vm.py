@@ -92,7 +92,7 @@ class VmSubstrate:
     name = "vm"
     isolation = "vm"
     builder = "namespace"
-    takes: Literal["oci", "squashfs"] = "squashfs"
+    takes: Literal["oci", "squashfs", "erofs"] = "squashfs"
 
     def __init__(
         self,
