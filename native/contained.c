@@ -76,7 +76,7 @@ static bool make_own(const char *path, const struct identity *who) {
 
 void contained_rename(struct span name, struct span machine) {
     uint32_t have = permitted();
-    if (!set_rights(have, have)) return;
+    if (getpid() != 1 || !set_rights(have, have)) return;  // as a plain program, or in a test, it would be the machine's own name
     if (name.size) (void)!sethostname((const char *)name.at, name.size);
     set_rights(0, have);
     autoclose int fd = machine.size ? open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC) : -1;
@@ -95,7 +95,7 @@ static unsigned long resident(int proc, const char *name, bool (*spared)(int pid
 }
 
 bool contained_shed(bool (*spared)(int pid)) {
-    DIR *dir = opendir("/proc");
+    DIR *dir = getpid() == 1 ? opendir("/proc") : NULL;
     if (!dir) return false;
     unsigned long most = 0;
     int largest = 0;
