@@ -28,6 +28,7 @@ from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, Us
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.stage import WORKDIR
+from untax.core.substrate import Typical
 from untax.substrates._container_images import cell_layer
 from untax.substrates._gvisor_bundle import Wanted, config
 from untax.substrates._gvisor_groups import Group, Groups, sweep_groups
@@ -75,6 +76,7 @@ class GvisorSubstrate:
     builder = "namespace"
     takes: Literal["oci", "squashfs", "erofs"] = "erofs"
     revives = True
+    typical = Typical(start_s=0.2, action_s=0.005)  # most of which is how much longer a program takes to start inside
 
     def __init__(self, state_dir: Path, runsc: str | None, platform: Platform, starts: int | None, ready_s: float) -> None:
         self._state_dir = state_dir
