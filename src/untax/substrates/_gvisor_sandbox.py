@@ -99,7 +99,11 @@ class GvisorSandbox:
         words = self._started.words
         if "no such user" in words:
             raise UsageError(f"user {self._user!r}: there is no such user in the sandbox")
-        raise CreateError(self.id, f"the sandbox did not come up: {words}; {_remedy(words)}")
+        remedy = _remedy(words)
+        if "mounting root" in words:
+            Path(self._root.layers[-1]).unlink(missing_ok=True)
+            remedy = "its image was damaged and has been removed; the next lease makes it anew"
+        raise CreateError(self.id, f"the sandbox did not come up: {words}; {remedy}")
 
     async def open_channel(self) -> SocketStream:
         if self._is_gone or self._stream is not None:
