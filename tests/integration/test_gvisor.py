@@ -9,13 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.images import tools_directory
+from tests.engines_fixture import docker  # noqa: F401
+from tests.images import small_directory, tools_directory
 
 import untax
 from untax import substrates
 from untax.substrates import _gvisor_groups
 
 SPEC = untax.EnvSpec(image=f"dir:{tools_directory()}", isolation="gvisor")
+SMALL = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="gvisor")
 COUNTER = "import sys\nn = 0\nfor line in sys.stdin:\n    n += int(line)\n    print(n, flush=True)"
 
 
@@ -80,6 +82,23 @@ def test_a_program_that_is_not_there_is_named():
 def test_a_wrong_option_is_refused(options):
     with pytest.raises(untax.UsageError):
         substrates.load("gvisor", **options)
+
+
+async def test_docker_s_runsc_is_gvisor_and_its_runc_is_not(docker, tmp_path):  # noqa: F811
+    """The boundary is the one that the engine says its runtime is; a limit that it was told to ignore is said not to hold."""
+    if substrates.load("gvisor").unavailable_reason() is not None:
+        pytest.skip("gvisor: no runsc for docker to use")
+    options = {"engine": "docker", "socket": str(docker.socket)}
+    async with untax.Engine("container", state_dir=tmp_path / "state", runtime="runsc", **options) as engine, engine.lease(SMALL) as box:
+        assert (await box.shell("uname -r")).text.strip() != os.uname().release
+        assert box.ledger.isolation == "gvisor"
+        assert {one.name for one in box.ledger.unenforced} >= {"memory_mib", "cpus"}
+        async with box.session() as bash:
+            await bash.run("x=1")
+            assert (await bash.run("echo $x")).text == "1\n"
+    async with untax.Engine("container", state_dir=tmp_path / "state", **options) as engine:
+        with pytest.raises(untax.UsageError, match="isolation"):
+            await engine.acquire(SMALL)
 
 
 # ---- what is left of it ----
