@@ -22,7 +22,7 @@ log = logging.getLogger("untax.gvisor")
 _ROOM = 256 << 20  # while the largest process is found and ended; a gibibyte is filled in a second
 _PAUSE_S = 0.1  # between two attempts to have it back: the dead give their memory up in their own time
 _ATTEMPTS = 50
-_FILES = ("anon", "shmem", "unevictable", "slab")  # of memory.stat: what no writing back would free
+_TAKEN = ("anon", "shmem", "slab")  # of memory.stat: what no writing back would free
 
 
 class MemoryGuard:
@@ -72,7 +72,7 @@ class MemoryGuard:
     def _told(self) -> None:
         if self._is_unified:
             os.pread(self._fd, 4096, 0)  # or it is told again
-            if self._unevictable() < self._limit * 15 // 16:
+            if self._taken() < self._limit * 15 // 16:
                 return  # what was read from files is in it, and makes room by itself
         else:
             with contextlib.suppress(BlockingIOError):
@@ -82,9 +82,9 @@ class MemoryGuard:
         elif not self._is_unified:
             self._end()  # the room is gone as well
 
-    def _unevictable(self) -> int:
+    def _taken(self) -> int:
         lines = (line.split() for line in (self._path / "memory.stat").read_text().splitlines())
-        return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in _FILES)
+        return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in _TAKEN)
 
     async def _make_room(self) -> None:
         try:
@@ -104,7 +104,7 @@ class MemoryGuard:
 
     def _has_room_back(self) -> bool:
         if self._is_unified:
-            return self._unevictable() < self._limit
+            return self._taken() < self._limit
         try:
             self._group.allow(self._limit)
         except OSError as exc:

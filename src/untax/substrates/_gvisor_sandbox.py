@@ -47,8 +47,10 @@ class GvisorSandbox:
         facts: Facts,
         unenforced: tuple[Unenforced, ...],
         ready_s: float,
+        came_up: Callable[[], None],
         forget: Callable[[str], None],
     ) -> None:
+        """`came_up` is called once: when it has, or will not any more."""
         self.id = sandbox_id
         self.pid = started.process.pid
         self.unenforced = unenforced
@@ -61,6 +63,7 @@ class GvisorSandbox:
         self._user = user
         self._facts = facts
         self._ready_s = ready_s
+        self._came_up: Callable[[], None] | None = came_up
         self._forget = forget
         self._stream: SocketStream | None = None
         self._is_gone = False
@@ -78,6 +81,33 @@ class GvisorSandbox:
 
     async def wait_ready(self) -> None:
         """Until the cell, its first process, has greeted; the greeting is left where it is."""
+        try:
+            greeting = await self._greeting()
+        finally:
+            self._is_up()
+        if greeting:
+            return
+        with contextlib.suppress(TimeoutError):  # then what it said so far is all there is
+            async with asyncio.timeout(_CALL_S):
+                await self._started.ended.wait()
+        words = self._started.words
+        if "no such user" in words:
+            raise UsageError(f"user {self._user!r}: there is no such user in the sandbox")
+        remedy = _remedy(words)
+        if "mounting root" in words:
+            Path(self._root.layers[-1]).unlink(missing_ok=True)
+            remedy = "its image was damaged and has been removed; the next lease makes it anew"
+        raise CreateError(self.id, f"the sandbox did not come up: {words}; {remedy}")
+
+    def _is_up(self) -> None:
+        came_up, self._came_up = self._came_up, None
+        if came_up is not None:
+            came_up()
+
+    async def _greeting(self) -> bytes:
+        """The beginning of it; nothing when the sandbox has ended instead."""
+        if self._is_gone:
+            raise SandboxLost(self.id, "it is gone")
         readable = asyncio.Event()
         loop = asyncio.get_running_loop()
         with self._started.channel.dup() as probe:  # a descriptor that no `destroy` closes under the loop
@@ -90,20 +120,9 @@ class GvisorSandbox:
             finally:
                 loop.remove_reader(probe)
             try:
-                greeting = probe.recv(_PEEK, socket.MSG_PEEK)
+                return probe.recv(_PEEK, socket.MSG_PEEK)
             except OSError:
-                greeting = b""
-        if greeting:
-            return
-        await self._started.ended.wait()
-        words = self._started.words
-        if "no such user" in words:
-            raise UsageError(f"user {self._user!r}: there is no such user in the sandbox")
-        remedy = _remedy(words)
-        if "mounting root" in words:
-            Path(self._root.layers[-1]).unlink(missing_ok=True)
-            remedy = "its image was damaged and has been removed; the next lease makes it anew"
-        raise CreateError(self.id, f"the sandbox did not come up: {words}; {remedy}")
+                return b""
 
     async def open_channel(self) -> SocketStream:
         if self._is_gone or self._stream is not None:
@@ -187,6 +206,7 @@ class GvisorSandbox:
     async def destroy(self) -> None:
         if self._is_gone:
             return
+        self._is_up()
         self.retire()
         if self._stream is not None:
             self._stream.close()

@@ -189,7 +189,8 @@ class GvisorSubstrate:
         user = "1000" if facts.user == "user" else facts.user
         own = [WORKDIR, HOME, *([spec.workdir] if spec.workdir else [])] if not root.is_furnished else []
         wanted = Wanted(sandbox_id, root.layers[-1], user, own, spec.limits)
-        async with self._starting:
+        await self._starting.acquire()
+        try:
             if self._holding is None or self._runsc is None or self._groups is None:
                 raise BackendError("", "the gvisor substrate is not started, or closed")
             place = self._holding.path / sandbox_id
@@ -203,9 +204,12 @@ class GvisorSubstrate:
                 started.channel.send(first_words(sandbox_id))
             sandbox = GvisorSandbox(
                 self._runsc, started, sandbox_id, place, group, replace(root, memory=None), spec.limits, user, facts,
-                self._groups.unenforced, self._ready_s, self._forget,
+                self._groups.unenforced, self._ready_s, self._starting.release, self._forget,
             )  # fmt: skip
-            self._live[sandbox_id] = sandbox
+        except BaseException:
+            self._starting.release()
+            raise
+        self._live[sandbox_id] = sandbox
         return sandbox
 
     def _made(self, sandbox_id: str, place: Path, wanted: Wanted, memory: str | None) -> tuple[Sequence[str], Group]:
