@@ -36,6 +36,7 @@ PROGRAMS = (
     "trajectory",
     "meter",
     "container",
+    "gvisor",
     "kubernetes",
 )
 QUICK = {
@@ -64,6 +65,7 @@ QUICK = {
     "trajectory": 1,
     "meter": 2,
     "container": 40,
+    "gvisor": 40,
     "kubernetes": 60,
 }
 
