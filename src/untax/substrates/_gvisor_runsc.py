@@ -19,7 +19,7 @@ from untax.core.errors import BackendError
 from untax.substrates._host import cell_path
 
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_OLDEST = 20231218  # from then on a root can be an EROFS image
+_OLDEST = 20250616  # the first release in which what lies above an image can be given a size
 _WORDS_MAX = 4000
 _HEARD_MAX = 1 << 20
 _ASK_S = 10.0
@@ -47,7 +47,7 @@ def version_trouble(path: str) -> str | None:
     date = re.search(r"20\d{6}", version)
     if date is not None and int(date.group()) < _OLDEST:
         return (
-            f"{path} is of {date.group()}, too old to read images itself; install a current one: https://gvisor.dev/docs/user_guide/install"
+            f"{path} is of {date.group()}, too old to hold what is written to a size; install a current one: https://gvisor.dev/docs/user_guide/install"
         )
     return None
 
