@@ -46,9 +46,7 @@ def version_trouble(path: str) -> str | None:
         return f"{path} does not run; install a current one: https://gvisor.dev/docs/user_guide/install"
     date = re.search(r"20\d{6}", version)
     if date is not None and int(date.group()) < _OLDEST:
-        return (
-            f"{path} is of {date.group()}, too old to hold what is written to a size; install a current one: https://gvisor.dev/docs/user_guide/install"
-        )
+        return f"{path} is of {date.group()}, too old to hold what is written to a size; install a current one: https://gvisor.dev/docs/user_guide/install"
     return None
 
 
