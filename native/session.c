@@ -325,11 +325,11 @@ static void exec_lost(struct call *c) {
     open_failed(s, E_SPAWN_FAILED, ECONNRESET, "the worker died");
 }
 
-// gVisor changes the mode of no pipe without a name. This one has a name for a moment, in a directory that only root writes to.
+// gVisor changes the mode of no pipe without a name. This one has a name for a moment, in a directory that is root's whoever made the image.
 static void script_by_name(int *go, int *read_end) {
     static unsigned number;
     char path[48];
-    snprintf(path, sizeof path, "/.untax/session-%u", number++);
+    snprintf(path, sizeof path, "/dev/.untax-session-%u", number++);
     if (mkfifo(path, 0604) < 0) return;
     int in = open(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW | O_CLOEXEC);
     int out = in < 0 ? -1 : open(path, O_WRONLY | O_NOFOLLOW | O_CLOEXEC);
