@@ -18,7 +18,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -27,8 +27,7 @@ from untax._remove import remove_tree
 from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
-from untax.core.stage import WORKDIR
-from untax.core.substrate import Typical
+from untax.core.substrate import Export, Typical
 from untax.substrates._container_images import cell_layer
 from untax.substrates._gvisor_bundle import Wanted, config
 from untax.substrates._gvisor_groups import Group, Groups, sweep_groups
@@ -37,11 +36,10 @@ from untax.substrates._gvisor_runsc import Runsc, Started, runsc_path, runsc_ver
 from untax.substrates._gvisor_sandbox import GvisorSandbox
 from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, is_host_root, sweep
 from untax.substrates._namespace_host import userns_reason
-from untax.substrates._namespace_sandbox import HOME, facts_of
+from untax.substrates._tenant import Tenant
 
 log = logging.getLogger("untax.gvisor")
 
-Export = Callable[[Root, Path, str, Mapping[str, str]], object]
 Platform = Literal["systrap", "ptrace", "kvm"]
 
 _READY_S = 30.0
@@ -185,10 +183,8 @@ class GvisorSubstrate:
     async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> GvisorSandbox:
         del cache  # stages are built elsewhere
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
-        facts = facts_of(spec, root)
-        user = "1000" if facts.user == "user" else facts.user
-        own = [WORKDIR, HOME, *([spec.workdir] if spec.workdir else [])] if not root.is_furnished else []
-        wanted = Wanted(sandbox_id, root.layers[-1], user, own, spec.limits)
+        tenant = Tenant.of(spec, root)
+        wanted = Wanted(sandbox_id, root.layers[-1], tenant.user, tenant.own, spec.limits)
         await self._starting.acquire()
         try:
             if self._holding is None or self._runsc is None or self._groups is None:
@@ -203,7 +199,7 @@ class GvisorSubstrate:
             if root.memory is not None:
                 started.channel.send(first_words(sandbox_id))
             sandbox = GvisorSandbox(
-                self._runsc, started, sandbox_id, place, group, replace(root, memory=None), spec.limits, user, facts,
+                self._runsc, started, sandbox_id, place, group, replace(root, memory=None), spec.limits, tenant.user, tenant.facts,
                 self._groups.unenforced, self._ready_s, self._starting.release, self._forget,
             )  # fmt: skip
         except BaseException:
