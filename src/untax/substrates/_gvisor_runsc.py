@@ -67,11 +67,15 @@ class Runsc:
             "--network=none",
             "--overlay2=none",  # the bundle says what lies above its root
             "--host-settings=ignore",
-            *(["--rootless"] if self.is_rootless else []),
             # The description is the one that was put down with it, but for the name of its image, a link to the same file.
             *(["--restore-spec-validation=ignore"] if words[0] == "restore" else []),
         ]
-        return [self.path, *flags, *words]
+        return [*self._as_root, self.path, *flags, *words]
+
+    @property
+    def _as_root(self) -> list[str]:
+        """As an ordinary user: in a user namespace of ours, where runsc may do as root does. Its own rootless mode does not restore."""
+        return [cell_path(), "confined", "--as-root", "--"] if self.is_rootless else []
 
     async def call(self, *words: str, timeout_s: float) -> None:
         """`BackendError` with its own words when it refuses or is not done in time."""

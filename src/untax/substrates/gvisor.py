@@ -107,7 +107,7 @@ class GvisorSubstrate:
         path = runsc_path(self._given)
         if path is None or (version := runsc_version(path)) is None:
             return []
-        who = "root" if is_host_root() else "an ordinary user: runsc runs rootless, and its processes have this user's rights"
+        who = "root" if is_host_root() else "an ordinary user: runsc runs in a user namespace, and its processes have this user's rights"
         return [f"runsc {version} at {path}, platform {self._platform}", who]
 
     # ---- its life ----
