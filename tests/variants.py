@@ -25,10 +25,12 @@ class Variant:
     """Of the engine's, another than its default."""
     is_served: bool = False
     """By an engine in another process, which `untax serve` is."""
+    is_hosted: bool = False
+    """The same, over HTTP."""
 
     def __str__(self) -> str:
-        if self.is_served:
-            return "served"
+        if self.is_served or self.is_hosted:
+            return "hosted" if self.is_hosted else "served"
         return "-".join(part for part in (self.substrate, self.engine, self.runtime) if part is not None)
 
 
