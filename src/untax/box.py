@@ -133,10 +133,20 @@ class Box(ABC):
             lambda: actions.shell(text, cwd=cwd, env=env, stdin=stdin, user=user, timeout_s=timeout_s, merge=merge, cap=cap),
         )
 
-    def session(self, *, cwd: Name | None = None, env: Mapping[str, str | None] | None = None, user: str | None = None) -> Session:
-        """`async with box.session() as bash`: a bash whose directory, variables and functions last between its commands."""
+    def session(
+        self,
+        *,
+        cwd: Name | None = None,
+        env: Mapping[str, str | None] | None = None,
+        user: str | None = None,
+        resume: Session | None = None,
+    ) -> Session:
+        """`async with box.session() as bash`: a bash whose directory, variables and functions last between its commands.
+
+        `resume` is a session of the box that a live snapshot was taken of: its copy in this box, which began from it, goes on.
+        """
         caller = _SessionCaller(self, user, lambda: actions.session_open(cwd=cwd, env=env, user=user))
-        return Session(caller, cwd=cwd, env=env, user=user)
+        return Session(caller, cwd=cwd, env=env, user=user, resume=resume)
 
     async def start(
         self,

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from builtins import list as list_
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from untax.box import Box
@@ -24,8 +25,8 @@ from untax.core.errors import (
 from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Retiring, Sandbox, UserSwitching
-from untax.ground import Ground
+from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Remembering, Retiring, Sandbox, UserSwitching
+from untax.ground import Ground, Support
 from untax.snapshot import Snapshot
 from untax.standby import NO_IMAGE, Standby, raise_up
 
@@ -122,17 +123,15 @@ class Tenancy(Box):
     async def snapshot(self, *, live: bool = False) -> Snapshot:
         """Freeze the files as they are now; the sandbox goes on. `engine.fork` and `engine.restore` begin from it.
 
-        It lasts until it is dropped or the engine closes, unless it is saved. `live` would keep the memory of processes too.
+        It lasts until it is dropped or the engine closes, unless it is saved. `live` keeps processes and their memory too, where the substrate
+        can (`SubstrateUnavailable`): sessions and started processes go on in every box that begins from it; of actions nobody may be waiting for one.
         """
-        if live:
-            raise SubstrateUnavailable(
-                self.id,
-                f"substrate {self._engine.substrate.name!r} keeps files only; process memory (live=True) needs a virtual machine that can be "
-                "suspended, which no substrate of this release offers",
-            )
         async with self._changing:
-            self._layered("take a snapshot")
-            freezing = self._engine.chore(self._freeze())
+            if live:
+                self._remembering()
+            else:
+                self._layered("take a snapshot")
+            freezing = self._engine.chore(self._remember() if live else self._freeze())
             start_ns = self._clock()
             try:
                 snapshot = await self._engine.finish(freezing)
@@ -159,6 +158,29 @@ class Tenancy(Box):
             self._standing = standing.raised(sandbox.root, frozen.tree, support)
         ground = standing.hold().raised(frozen.root, frozen.tree, support)
         return shelf.put(Snapshot(self._engine, self.spec, ground, frozen.how, (end_ns - start_ns) / 1e9))
+
+    async def _remember(self) -> Snapshot:
+        sandbox, channel, ground = self._remembering()
+        watch = Stopwatch(self._clock)
+        async with channel.silence():
+            remembered = await sandbox.remember()
+        start_ns, end_ns = watch.part()
+        support = Support(lambda: self._engine.chore(remembered.discard()))
+        live = replace(ground, root=remembered.root, supports=(*ground.supports, support))
+        for below in ground.supports:
+            below.hold()
+        return self._engine.warehouse.shelf.put(Snapshot(self._engine, self.spec, live, "live", (end_ns - start_ns) / 1e9))
+
+    def _remembering(self) -> tuple[Remembering, Channel, Ground]:
+        self._live()
+        sandbox, channel, ground = self._sandbox, self._channel, self._ground
+        if not isinstance(sandbox, Remembering) or not isinstance(channel, Channel) or ground is None:
+            raise SubstrateUnavailable(
+                self.id,
+                f"substrate {self._engine.substrate.name!r} keeps files only; process memory (live=True) needs one that can put processes down "
+                "and go on with them, as 'gvisor' can, and an untax.Engine in this very process",
+            )
+        return sandbox, channel, ground
 
     async def freeze(self) -> Frozen:
         """As `snapshot`, without a place on the shelf: for whoever takes the layer away and gives the box up."""

@@ -415,3 +415,8 @@ def configure(*, workdir: Name, env: Mapping[str, str], proxy_port: int = 0, tim
 
 def ping(*, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
     return Call(wire.PING, b"", timeout_s=timeout_s)
+
+
+def quiesce(*, timeout_s: float | None = TIMEOUT_S) -> Call[None]:
+    """The cell sends nothing behind its answer until it is told to go on."""
+    return Call(wire.QUIESCE, b"", timeout_s=timeout_s)
