@@ -31,7 +31,7 @@ MODULES = {
     "container-podman": {*FEW, "test_environment", "test_stages"},
     "kubernetes": FEW,
     "ssh": FEW,
-    "vm": FEW - {"test_streams"},  # some of which are told in time by a quicker machine only
+    "vm": FEW,
 }
 
 
