@@ -207,11 +207,29 @@ static void reseed(const char *hex) {
     if (fd < 0 || ioctl(fd, RNDADDENTROPY, seed) || ioctl(fd, RNDRESEEDCRNG, 0)) give_up("random seed");
 }
 
-static void set_clock(const char *text) {
+static int set_clock(const char *text) {
     char *rest;
     struct timespec now = {.tv_sec = (time_t)strtoll(text, &rest, 10)};
     if (*rest == '.') now.tv_nsec = strtol(rest + 1, NULL, 10);
-    if (clock_settime(CLOCK_REALTIME, &now)) give_up("clock");
+    return clock_settime(CLOCK_REALTIME, &now);
+}
+
+// A machine that was paused has a clock that stood still: the host tells the time again, and a process of its own sets it, for the agent has no right to.
+_Noreturn static void keep_clock(int control) {
+    char line[128];
+    prctl(PR_SET_NAME, "cell-clock");
+    for (size_t size = 0;;) {
+        ssize_t n = read(control, line + size, 1);
+        if (n < 0 && errno == EINTR) continue;
+        if (n <= 0) _exit(0);
+        if (line[size] != '\n') {
+            size = size < sizeof line - 1 ? size + 1 : 0;
+            continue;
+        }
+        line[size] = 0;
+        if (!strncmp(line, "clock=", 6) && set_clock(line + 6) == 0 && !io_write_all(control, "set\n", 4)) _exit(0);
+        size = 0;
+    }
 }
 
 // Where the image has one: others of the same image must not have the same.
@@ -232,7 +250,7 @@ static void hold(int group, const char *file, const char *value) {
 
 static void apply(char *name, char *value, int group, struct birth_words *w) {
     if (!strcmp(name, "seed")) reseed(value);
-    else if (!strcmp(name, "clock")) set_clock(value);
+    else if (!strcmp(name, "clock") && set_clock(value)) give_up("clock");
     else if (!strcmp(name, "hostname") && sethostname(value, strlen(value))) give_up("host name");
     else if (!strcmp(name, "machine-id")) set_machine_id(value);
     else if (!strcmp(name, "tmp")) set_tmp(value);
@@ -307,5 +325,9 @@ int init_main(void) {
     be_told(control, group, &words);
     if (second >= 0 && fork() == 0) return serve(second, control, group, &words, false);
     io_close(&second);
+    if (fork() == 0) {
+        io_close(&channel), io_close(&group);
+        keep_clock(control);
+    }
     return serve(channel, control, group, &words, true);
 }

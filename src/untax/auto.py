@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from untax import substrates
-from untax.core.errors import SubstrateError, SubstrateUnavailable, UsageError
+from untax.core.errors import PoolTimeout, SubstrateError, SubstrateUnavailable, UsageError
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec, Limits, require_duration
 from untax.core.substrate import Fastidious, Layered, Priced, Sandbox, Substrate
 from untax.engine import Engine
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.auto")
 
+_LEAST_WAIT_S = 0.001
 MEASURED = "measured-costs.json"
 """Below the state directory: what the last run of `untax bench` found."""
 
@@ -191,8 +192,8 @@ class AutoEngine(Engine):
             starting = self._engines[name] = self.chore(_start(self.make(name)))
         try:
             return await asyncio.shield(starting)
-        except SubstrateError:
-            self._engines.pop(name, None)
+        except Exception:
+            self._engines.pop(name, None)  # the next who asks begins anew
             raise
 
     @property
@@ -204,7 +205,16 @@ class AutoEngine(Engine):
     async def fulfil(self, request: Request) -> Tenancy:
         if request.snapshot is not None:
             return await request.snapshot.engine.fulfil(request)
-        engine, choice = await self.engine_for(request.spec)
+        began_ns = self.clock()
+        try:
+            async with asyncio.timeout(request.wait_s) as deadline:
+                engine, choice = await self.engine_for(request.spec)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise PoolTimeout(f"no engine had started within wait_s={request.wait_s:g}; allow more time for the first lease") from None
+        if request.wait_s is not None:
+            request = replace(request, wait_s=max(_LEAST_WAIT_S, request.wait_s - (self.clock() - began_ns) / 1e9))
         box = await engine.fulfil(request)
         box.ledger.choice = choice.reason
         return box

@@ -110,6 +110,19 @@ async def test_what_does_not_start_is_left_out_with_its_reason(tmp_path, caplog)
     assert "container did not start and is left out" in caplog.text
 
 
+async def test_the_start_of_an_engine_counts_as_waiting(tmp_path):
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()  # and never answers
+        options = {**NOTHING_ELSE, "container": {"engine": "docker", "socket": str(path), "answer_s": 1.0}}
+        async with untax.Engine("auto", state_dir=tmp_path / "state", options=options) as engine:
+            with pytest.raises(untax.PoolTimeout, match=r"wait_s=0\.2"):
+                await engine.acquire(untax.EnvSpec(isolation="container"), wait_s=0.2)
+            async with engine.lease(wait_s=10) as box:
+                assert box.ledger.substrate == "namespace"
+
+
 def _answers_nonsense(listener):
     while True:
         try:

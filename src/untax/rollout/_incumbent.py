@@ -20,7 +20,7 @@ from untax.ground import Ground
 from untax.leases import Bindings, checked
 from untax.rollout import perform
 from untax.rollout._trial import Trial, Work
-from untax.rollout.footing import PACKAGES
+from untax.rollout.footing import UPLOADED
 from untax.rollout.perform import Done
 from untax.rollout.workload import Action
 from untax.standby import environment
@@ -91,7 +91,7 @@ class IncumbentTrial(Trial):
         port = facts.proxy_port if egress is not None else 0
         await channel.call(actions.configure(workdir=workdir, env=env, proxy_port=port, timeout_s=READY_TIMEOUT_S))
         if upload is not None:
-            await channel.upload(upload, PACKAGES, timeout_s=_UPLOAD_S)
+            await channel.upload(upload, UPLOADED, timeout_s=_UPLOAD_S)
         if repo is not None:
             await channel.upload(await self.engine.warehouse.repository(repo), workdir, timeout_s=_UPLOAD_S)
         self.measured.detail["lent"] = "network or files over a channel that is not part of the account"

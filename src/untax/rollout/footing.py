@@ -21,6 +21,8 @@ from untax.rollout.workload import Action, Workload
 
 PACKAGES = "/opt/untax-packages"
 """Where sandboxes with files of their own have a workload's packages."""
+UPLOADED = "/tmp/untax-packages"
+"""Where those have them that get them over the channel: their user may write there, whoever that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def footing(
         elif engine.warehouse.has_stages:
             setup_steps = (install_step(workload.packages),)
         else:
-            where, upload = "uploaded", material.packages(workload.packages)
+            where, directory, upload = "uploaded", UPLOADED, material.packages(workload.packages)
         env["PYTHONPATH"] = ":".join(filter(None, (env.get("PYTHONPATH"), directory)))
     repository = material.repository(workload.source) if workload.source is not None else None
     is_there = workload.preloaded or is_warm

@@ -14,7 +14,7 @@ from untax.engine import Engine
 from untax.rollout import perform
 from untax.rollout._incumbent import IncumbentTrial
 from untax.rollout._trial import Measured, Trial, Work
-from untax.rollout.footing import PACKAGES
+from untax.rollout.footing import UPLOADED
 from untax.rollout.perform import Done
 from untax.rollout.workload import Action
 
@@ -56,7 +56,7 @@ class Runner:
         box = await self.engine.acquire(work.footing.spec)
         try:
             if work.footing.upload is not None:
-                await box.upload(work.footing.upload, PACKAGES, timeout_s=_UPLOAD_S)
+                await box.upload(work.footing.upload, UPLOADED, timeout_s=_UPLOAD_S)
         except BaseException:
             await box.release()
             raise
@@ -82,7 +82,7 @@ class _ChannelTrial(Trial):
         self._leased = (box, box.sandbox, *self.watch.part())
         if footing.upload is not None:
             self.doing = "setup"
-            await box.upload(footing.upload, PACKAGES, timeout_s=_UPLOAD_S)
+            await box.upload(footing.upload, UPLOADED, timeout_s=_UPLOAD_S)
             self.exclude()  # they are of the image, elsewhere a layer or a directory that is there before
 
     def settle(self) -> None:

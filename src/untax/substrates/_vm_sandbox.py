@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import socket
 import time
@@ -15,8 +16,11 @@ from untax.core.spec import Limits
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates._vm_machines import Started, not_up, wait_up, with_console
 
+log = logging.getLogger("untax.vm")
+
 _SEED_BYTES = 64
 _CPU_PERIOD_US = 100_000
+_CLOCK_S = 5.0  # an emulated machine on a busy host
 _ROOM = 1 << 20  # a stream window, as the launcher gives its sockets
 
 
@@ -140,6 +144,12 @@ class VmSandbox:
 
     async def resume(self) -> None:
         await self._qemu.monitor.ask("cont")
+        await self._qemu.tell(f"clock={time.time():.9f}\n")
+        try:
+            async with asyncio.timeout(_CLOCK_S):
+                await self._qemu.wait_line()
+        except TimeoutError:  # root inside may have ended whoever sets it
+            log.warning("%s: the clock inside was not set after a pause, and is behind by all of it", self.id)
 
     # ---- its end ----
 

@@ -29,7 +29,7 @@ from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.spec import EnvSpec, require_duration
-from untax.core.substrate import Facts, Unenforced
+from untax.core.substrate import Facts, Typical, Unenforced
 from untax.substrates import _ssh_client as client
 from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, sweep, wait_exit
 from untax.substrates._ssh_client import Address
@@ -202,6 +202,10 @@ class SshSubstrate:
             await asyncio.to_thread(holding.close)
 
     # ---- sandboxes ----
+
+    @property
+    def typical(self) -> Typical:
+        return Typical(start_s=0.3 if self._provider is None else 60.0, action_s=0.001)
 
     def image_trouble(self, image: str) -> str | None:
         if image == "host":

@@ -3,7 +3,7 @@
 import pytest
 
 from untax.engine import Engine
-from untax.rollout.footing import PACKAGES, footing
+from untax.rollout.footing import UPLOADED, footing
 from untax.rollout.material import Material
 from untax.rollout.workload import parse
 from untax.substrates.process import ProcessSubstrate
@@ -30,7 +30,7 @@ def test_packages_are_a_directory_here_only_where_commands_see_it(tmp_path, sees
     here = tmp_path / "packages"
     assert found.software["packages"] == ("host" if sees else "uploaded")
     assert found.upload == (None if sees else here)
-    assert found.spec.env["PYTHONPATH"] == (str(here) if sees else PACKAGES)
+    assert found.spec.env["PYTHONPATH"] == (str(here) if sees else UPLOADED)
 
 
 def test_the_floor_sees_this_machine_s_files(tmp_path):
