@@ -38,6 +38,7 @@ PROGRAMS = (
     "trajectory",
     "meter",
     "container",
+    "gvisor",
     "kubernetes",
 )
 QUICK = {
@@ -67,6 +68,7 @@ QUICK = {
     "trajectory": 1,
     "meter": 2,
     "container": 40,
+    "gvisor": 40,
     "kubernetes": 60,
 }
 

@@ -15,11 +15,13 @@
 #include <unistd.h>
 
 #include "attach.h"
+#include "contained.h"
 #include "dispatch.h"
 #include "held.h"
 #include "output.h"
 #include "process.h"
 #include "proxy.h"
+#include "reborn.h"
 #include "relay.h"
 #include "session.h"
 
@@ -51,6 +53,15 @@ static bool hello(const struct frame *f) {
     }
     greeted = true;
     return true;
+}
+
+static void say_hello(void) {
+    size_t begun = frame_begin(&host, 0, K_HELLO);
+    wr_u32(&host, WIRE_MAGIC);
+    wr_u16(&host, WIRE_MAJOR);
+    wr_u16(&host, WIRE_MINOR);
+    wr_bytes(&host, UNTAX_VERSION, strlen(UNTAX_VERSION));
+    frame_end(&host, begun);
 }
 
 static void ping(const struct frame *f) {
@@ -99,6 +110,13 @@ bool agent_dispatch(const struct frame *f, const uint8_t *raw, size_t size) {
     case K_CONFIGURE: config_handle(f); break;
     case K_BATCH: batch_handle(f, agent_dispatch); break;
     case K_PING: ping(f); break;
+    case K_QUIESCE: quiesce_handle(f); break;
+    case K_GO_ON: channel_speak(false); break;
+    case K_REBORN:
+        if (!reborn_handle(f)) return false;
+        greeted = false;
+        say_hello();
+        break;
     case K_SPAWN: spawn_handle(f); break;
     case K_SIGNAL: signal_handle(f); break;
     case K_RESIZE: resize_handle(f); break;
@@ -108,20 +126,11 @@ bool agent_dispatch(const struct frame *f, const uint8_t *raw, size_t size) {
     case K_SESSION_RUN: session_run_handle(f); break;
     case K_SESSION_CLOSE: session_close_handle(f); break;
     case K_READ: case K_WRITE: case K_LIST: case K_STAT: case K_MKDIR: case K_REMOVE: case K_MOVE: case K_UPLOAD: case K_DOWNLOAD:
-    case K_SEARCH: case K_EDIT: case K_PATCH: case K_WATCH: forward(f, raw, size); break;
+    case K_SEARCH: case K_EDIT: case K_PATCH: case K_WATCH: case K_MARK: case K_MARKS: forward(f, raw, size); break;
     case K_CONNECT: connect_handle(f); break;
     default: frame_error(&host, f->id, E_UNSUPPORTED, 0, "no such request"); break;
     }
     return true;
-}
-
-static void say_hello(void) {
-    size_t begun = frame_begin(&host, 0, K_HELLO);
-    wr_u32(&host, WIRE_MAGIC);
-    wr_u16(&host, WIRE_MAJOR);
-    wr_u16(&host, WIRE_MINOR);
-    wr_bytes(&host, UNTAX_VERSION, strlen(UNTAX_VERSION));
-    frame_end(&host, begun);
 }
 
 // ---- children ----
@@ -139,10 +148,15 @@ static void reap(void) {
     }
 }
 
+static bool is_spared(int pid) { return pid == getpid() || worker_is(pid); }
+
 static void on_children(struct source *s, uint32_t events) {
     (void)events;
     struct signalfd_siginfo info[8];
-    while (read(s->fd, info, sizeof info) == (ssize_t)sizeof info) continue;
+    for (ssize_t n; (n = read(s->fd, info, sizeof info)) > 0;)
+        for (size_t i = 0; i < (size_t)n / sizeof *info; i++)
+            // From outside the sandbox the sender has no number here. The workload's own are of no effect.
+            if (info[i].ssi_signo == SIGUSR1 && !info[i].ssi_pid && contained_shed(is_spared)) counters_oom();
     reap();
 }
 
@@ -150,6 +164,7 @@ static bool watch_children(void) {
     sigset_t set;
     sigemptyset(&set);
     sigaddset(&set, SIGCHLD);
+    if (getpid() == 1) sigaddset(&set, SIGUSR1);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGCHLD, SIG_DFL);  // ignored, as some parents leave it, it would let nobody be waited for
     if (sigprocmask(SIG_BLOCK, &set, NULL) < 0) return false;

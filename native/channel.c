@@ -18,10 +18,10 @@
 struct wr host;
 
 static struct source input, output;
-static bool input_is_socket, output_is_socket, same, ended, held;
+static bool input_is_socket, output_is_socket, same, ended, held, silent;
 static bool (*handler)(const struct frame *, const uint8_t *, size_t);
 static struct wr in;
-static size_t taken, sent;
+static size_t taken, sent, silent_from;  // of `host`, while silent
 
 static struct waiting {
     struct source *source;
@@ -47,7 +47,7 @@ bool channel_open(int in_fd, int out_fd, bool (*handle)(const struct frame *, co
     if (!output_is_socket && !io_nonblocking(out_fd)) return false;
     source_init(&input, in_fd, on_input);
     source_init(&output, same ? -1 : out_fd, on_output);
-    ended = held = false;
+    ended = held = silent = false;
     return source_want(&input, EPOLLIN);
 }
 
@@ -69,8 +69,9 @@ void channel_hang_up(void) {
     ended = true;
 }
 
-static size_t queued(void) { return host.size - sent; }
+static size_t queued(void) { return (silent ? silent_from : host.size) - sent; }
 bool channel_congested(void) { return queued() > CONGESTED; }
+bool channel_silent(void) { return silent; }
 
 void channel_resume_later(struct source *s, uint32_t events) {
     source_want(s, 0);
@@ -100,6 +101,16 @@ static void want(void) {
     if (!same) source_want(&output, writing ? EPOLLOUT : 0);
 }
 
+void channel_fall_silent(void) {
+    silent = true;
+    silent_from = host.size;
+}
+
+void channel_speak(bool anew) {
+    silent = false;
+    if (anew) sent = host.size = 0;
+}
+
 void channel_hold(bool hold) {
     if (held == hold) return;
     held = hold;
@@ -122,12 +133,13 @@ void channel_flush(void) {
         if (n <= 0) break;
         sent += (size_t)n;
     }
-    if (!queued()) {
-        sent = host.size = 0;
+    if (sent == host.size) {
+        sent = host.size = silent_from = 0;
         if (host.room > KEEP_ROOM) wr_free(&host);
     } else if (sent > host.size / 2) {
-        memmove(host.data, host.data + sent, queued());
+        memmove(host.data, host.data + sent, host.size - sent);
         host.size -= sent;
+        silent_from -= silent ? sent : 0;
         sent = 0;
     }
     want();

@@ -20,6 +20,11 @@ bool channel_congested(void);
 // Watches `s` again (with `events`) once there is room.
 void channel_resume_later(struct source *s, uint32_t events);
 void channel_forget(struct source *s);
+// What is queued now is still sent, and nothing behind it until channel_speak: a copy of this process then begins between two frames.
+void channel_fall_silent(void);
+bool channel_silent(void);
+// `anew`: what waited was for somebody else and is dropped.
+void channel_speak(bool anew);
 // Stops taking requests for as long as `hold` is true (somebody else's queue is full).
 void channel_hold(bool hold);
 

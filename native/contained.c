@@ -1,12 +1,15 @@
 #define _GNU_SOURCE
 #include "contained.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <linux/capability.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -67,6 +70,46 @@ static bool make_own(const char *path, const struct identity *who) {
         }
     }
     return true;
+}
+
+// ---- a copy ----
+
+void contained_rename(struct span name, struct span machine) {
+    uint32_t have = permitted();
+    if (getpid() != 1 || !set_rights(have, have)) return;  // as a plain program, or in a test, it would be the machine's own name
+    if (name.size) (void)!sethostname((const char *)name.at, name.size);
+    set_rights(0, have);
+    autoclose int fd = machine.size ? open("/etc/machine-id", O_WRONLY | O_TRUNC | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC) : -1;
+    if (fd >= 0) (void)!write(fd, machine.at, machine.size);  // where the image has one; owned by root, as everything that an image brings
+}
+
+// ---- memory ----
+
+// In pages; 0 for what has ended, and for one that is spared.
+static unsigned long resident(int proc, const char *name, bool (*spared)(int pid)) {
+    char path[32], text[128];
+    snprintf(path, sizeof path, "%.20s/statm", name);
+    if (spared(atoi(name)) || io_read_file(proc, path, text, sizeof text) <= 0) return 0;
+    const char *second = strchr(text, ' ');
+    return second ? strtoul(second, NULL, 10) : 0;
+}
+
+bool contained_shed(bool (*spared)(int pid)) {
+    DIR *dir = getpid() == 1 ? opendir("/proc") : NULL;
+    if (!dir) return false;
+    unsigned long most = 0;
+    int largest = 0;
+    for (struct dirent *e; (e = readdir(dir));) {
+        if (e->d_name[0] < '1' || e->d_name[0] > '9') continue;
+        unsigned long pages = resident(dirfd(dir), e->d_name, spared);
+        if (pages > most) most = pages, largest = atoi(e->d_name);
+    }
+    closedir(dir);
+    if (largest <= 1) return false;
+    uint32_t have = permitted();
+    bool killed = set_rights(have, have) && !kill(largest, SIGKILL);
+    set_rights(0, have);
+    return killed;
 }
 
 // ---- before the first frame ----

@@ -68,6 +68,8 @@ static void forget(struct request *r) {
     free(r);
 }
 
+void request_drop(struct request *r) { forget(r); }
+
 void request_finish(struct request *r, size_t begun, bool success) {
     frame_end(&host, begun);
     struct key *key = r->key;

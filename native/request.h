@@ -34,6 +34,7 @@ struct request *request_new(const struct frame *f, const struct request_ops *ops
 struct request *request_find(uint32_t id);
 uint32_t requests_count(void);
 void requests_free(void);
+void request_drop(struct request *r);  // nobody is there to be answered
 
 // A frame to the host under the request's id is begun with this, filled through `host`, and ended with frame_end …
 size_t request_frame(struct request *r, uint8_t kind);

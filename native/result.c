@@ -111,6 +111,7 @@ void counters_open(int memory_events_fd, int pids_events_fd) {
     counters_read();
 }
 struct counters counters_cached(void) { return cached; }
+void counters_oom(void) { cached.oom_kills++; }
 struct counters counters_read(void) {
     if (memory_fd >= 0) cached.oom_kills = number_of(memory_fd, "oom_kill", cached.oom_kills);
     if (pids_fd >= 0) cached.pids_refused = number_of(pids_fd, "max", cached.pids_refused);

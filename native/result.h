@@ -39,6 +39,7 @@ struct counters {
 void counters_open(int memory_events_fd, int pids_events_fd);
 struct counters counters_cached(void);
 struct counters counters_read(void);
+void counters_oom(void);  // killed by the agent itself, where no kernel counts
 
 // SIGKILL to a group by the agent itself: only works where it has the workload's identity.
 void kill_group(uint32_t pid);

@@ -6,6 +6,7 @@
 #include <limits.h>
 #include <sched.h>
 #include <signal.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
@@ -109,7 +110,16 @@ static int child(void *unused) {
     _exit(127);
 }
 
-// Both sides of a new terminal; no name is looked up for the second one.
+// gVisor gives the other side by its name only, below a file system that nobody inside can change.
+static int open_pts_by_name(int master) {
+    unsigned number;
+    char path[32];
+    if (ioctl(master, TIOCGPTN, &number) < 0) return -1;
+    snprintf(path, sizeof path, "/dev/pts/%u", number);
+    return open(path, O_RDWR | O_NOCTTY | O_NOFOLLOW | O_CLOEXEC);
+}
+
+// Both sides of a new terminal; no name is looked up for the second one, where the kernel can do without.
 static int open_pty(const struct spawn *s, int *master) {
     *master = open("/dev/ptmx", O_RDWR | O_NOCTTY | O_CLOEXEC | O_NONBLOCK);
     if (*master < 0) return -1;
@@ -117,6 +127,7 @@ static int open_pty(const struct spawn *s, int *master) {
     struct winsize size = {.ws_row = s->rows, .ws_col = s->cols};
     shared.pts = -1;
     if (ioctl(*master, TIOCSPTLCK, &unlock) == 0) shared.pts = ioctl(*master, TIOCGPTPEER, O_RDWR | O_NOCTTY | O_CLOEXEC);
+    if (shared.pts < 0 && errno == ENOTTY) shared.pts = open_pts_by_name(*master);
     if (shared.pts >= 0 && (!s->rows || !s->cols || ioctl(*master, TIOCSWINSZ, &size) == 0)) return 0;
     int error = errno;
     io_close(&shared.pts);

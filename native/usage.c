@@ -81,6 +81,7 @@ static void look_below(struct usage *u, const char *pid, int *left) {
             snprintf(path, sizeof path, "/proc/%.10s/status", child);
             if (io_read_file(AT_FDCWD, path, status, sizeof status) <= 0) continue;
             uint64_t high = kib_of(status, "VmHWM:");
+            if (!high) high = kib_of(status, "VmRSS:");  // gVisor keeps no high-water mark
             if (high > u->peak_kib) u->peak_kib = high;
             look_below(u, child, left);
         }

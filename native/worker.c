@@ -116,16 +116,20 @@ static int open_probe(void) {
 }
 
 // Tries rather than asks: quotas do not show in statvfs. A program that fails writes more at once than the last free kilobytes hold, so a
-// larger piece is asked for first, where that costs no writing.
+// larger piece is asked for first, where that costs no writing, and written where it cannot be asked for (gVisor).
 static bool write_fails(void) {
     static char block[PROBE_SIZE];  // not const: 64 KiB less in the file
     block[0] = 1;
     autoclose int fd = open(workdir, O_TMPFILE | O_WRONLY | O_CLOEXEC, 0600);
-    if (fd < 0 && errno == EOPNOTSUPP) fd = open_probe();
+    if (fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR)) fd = open_probe();
     if (fd < 0) return errno == ENOSPC || errno == EDQUOT;
-    if (fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, PROBE_AHEAD) < 0 && (errno == ENOSPC || errno == EDQUOT)) return true;
-    for (size_t left = sizeof block; left;) {
-        ssize_t n = write(fd, block, left);
+    size_t left = sizeof block;
+    if (fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, PROBE_AHEAD) < 0) {
+        if (errno == ENOSPC || errno == EDQUOT) return true;
+        left = PROBE_AHEAD;
+    }
+    while (left) {
+        ssize_t n = write(fd, block, left < sizeof block ? left : sizeof block);
         if (n < 0 && errno == EINTR) continue;
         if (n <= 0) return errno == ENOSPC || errno == EDQUOT;
         left -= (size_t)n;

@@ -206,6 +206,12 @@ void workers_configure(const char *path) {
         if (workers[i] && workers[i]->live) send_workdir(workers[i]);
 }
 
+bool worker_is(int pid) {
+    for (int i = 0; i < WORKERS_MAX; i++)
+        if (workers[i] && workers[i]->live && workers[i]->pid == pid) return true;
+    return false;
+}
+
 bool workers_reaped(int pid) {
     for (int i = 0; i < WORKERS_MAX; i++)
         if (workers[i] && workers[i]->live && workers[i]->pid == pid) {

@@ -44,6 +44,7 @@ void kill_fields(struct worker *w, uint32_t pid, int signal, bool spare_root, bo
 void forward(const struct frame *f, const uint8_t *raw, size_t size);
 // CONFIGURE, for the workers that are there and those to come.
 void workers_configure(const char *workdir);
+bool worker_is(int pid);
 // A child was reaped; true when it was a worker.
 bool workers_reaped(int pid);
 

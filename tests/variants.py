@@ -4,6 +4,7 @@ Where engines of our own cannot be started (they need root) a rootless one that 
 """
 
 import os
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ _ENGINES = {"container": ("docker", "podman")}
 class Variant:
     substrate: str
     engine: str | None = None
+    runtime: str | None = None
+    """Of the engine's, another than its default."""
     is_served: bool = False
     """By an engine in another process, which `untax serve` is."""
     is_hosted: bool = False
@@ -28,10 +31,13 @@ class Variant:
     def __str__(self) -> str:
         if self.is_served or self.is_hosted:
             return "hosted" if self.is_hosted else "served"
-        return self.substrate if self.engine is None else f"{self.substrate}-{self.engine}"
+        return "-".join(part for part in (self.substrate, self.engine, self.runtime) if part is not None)
 
 
-VARIANTS = [Variant(name, engine) for name in substrates.names() for engine in _ENGINES.get(name, (None,))]
+VARIANTS = [
+    *(Variant(name, engine) for name in substrates.names() for engine in _ENGINES.get(name, (None,))),
+    Variant("container", "docker", "runsc"),
+]
 
 
 def options_of(request: pytest.FixtureRequest, variant: Variant | None = None) -> dict[str, Any]:
@@ -41,7 +47,12 @@ def options_of(request: pytest.FixtureRequest, variant: Variant | None = None) -
         options: dict[str, Any] = request.getfixturevalue("sshd").options
         return options
     engine = chosen.engine
-    return {} if engine is None else {"engine": engine, "socket": socket_of(request, engine)}
+    if engine is None:
+        return {}
+    if chosen.runtime is not None and shutil.which(chosen.runtime) is None:
+        pytest.skip(f"gvisor: no {chosen.runtime} for {engine} to use")
+    runtime = {} if chosen.runtime is None else {"runtime": chosen.runtime}
+    return {"engine": engine, "socket": socket_of(request, engine), **runtime}
 
 
 def socket_of(request: pytest.FixtureRequest, engine: str) -> str:

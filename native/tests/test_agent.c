@@ -1,5 +1,6 @@
 // The whole agent with a worker of its own, over a socket pair: what it answers, and what is left when the channel ends.
 #define _GNU_SOURCE
+#include <poll.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -130,6 +131,37 @@ int main(void) {
     CHECK(result_is(13, OUTCOME_EXITED, 7, ""));
     session(14, 15, "echo \"unterminated");
     CHECK(next(15) && got.kind == K_DONE);
+
+    // Silence is not to be had while somebody waits; then nothing comes behind the answer until it may, and a copy greets anew with what it has.
+    put_spawn(30, "sleep 0.2; echo late");
+    frame_end(&out, frame_begin(&out, 31, K_QUIESCE));
+    send_all();
+    CHECK(next(31) && got.kind == K_ERROR);
+    CHECK(result_is(30, OUTCOME_EXITED, 0, "late\n"));
+    frame_end(&out, frame_begin(&out, 32, K_QUIESCE));
+    put_spawn(33, "echo quiet");
+    send_all();
+    CHECK(next(32) && got.kind == K_DONE);
+    CHECK(poll(&(struct pollfd){.fd = channel, .events = POLLIN}, 1, 200) == 0);
+    frame_end(&out, frame_begin(&out, 0, K_GO_ON));
+    send_all();
+    CHECK(result_is(33, OUTCOME_EXITED, 0, "quiet\n"));
+    frame_end(&out, frame_begin(&out, 34, K_QUIESCE));
+    send_all();
+    CHECK(next(34) && got.kind == K_DONE);
+    size_t reborn = frame_begin(&out, 0, K_REBORN);
+    wr_bytes(&out, "another", 7);
+    wr_bytes(&out, "", 0);
+    frame_end(&out, reborn);
+    begin_hello();
+    reborn = frame_begin(&out, 35, K_SESSION_RUN);
+    wr_u32(&out, 1);
+    wr_u32(&out, 1 << 20);
+    wr_bytes(&out, "echo $x", 7);
+    frame_end(&out, reborn);
+    send_all();
+    CHECK(next(0) && got.kind == K_HELLO);
+    CHECK(result_is(35, OUTCOME_EXITED, 0, "5\n"));
 
     // Malformed requests are answered and start nothing; an impossible length ends the connection, and the agent with it.
     size_t begun = frame_begin(&out, 20, K_SPAWN);

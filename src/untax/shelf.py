@@ -101,6 +101,8 @@ class Shelf:
             raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
         if (kept := self._kept.get(snapshot_id)) is not None:
             return kept
+        if self._engine.layered is None:
+            raise UsageError(f"there is no snapshot {snapshot_id}: live ones last as long as they are kept by their engine")
         store = self._grounds.store
         record = await asyncio.to_thread(store.stage, snapshot_id)
         if record is None or record.name != SNAPSHOT:

@@ -1,4 +1,4 @@
-"""A snapshot: the files of a box at one moment, to begin other boxes from."""
+"""A snapshot: the files of a box at one moment, and its processes when it is a live one, to begin other boxes from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.ground import Ground
 
-How = Literal["swapped", "cloned", "stored"]
+How = Literal["swapped", "cloned", "stored", "live"]
 
 
 class Snapshot:
@@ -26,7 +26,8 @@ class Snapshot:
         self.spec = spec
         """Of the box it was taken of, late bindings included: what is not said anew for a fork is as it was there."""
         self.how = how
-        """`"swapped"`: nothing was copied. `"cloned"`: something was open for writing, so it was copied while frozen. `"stored"`: read back."""
+        """`"swapped"`: nothing was copied. `"cloned"`: something was open for writing, so it was copied while frozen. `"stored"`: read back.
+        `"live"`: processes and their memory are in it too."""
         self.elapsed_s = elapsed_s
         self._engine = engine
         self._ground: Ground | None = ground
@@ -39,11 +40,20 @@ class Snapshot:
     def is_saved(self) -> bool:
         return self._is_saved
 
+    @property
+    def is_live(self) -> bool:
+        """Whether boxes that begin from it go on with its processes."""
+        return self.how == "live"
+
     async def save(self) -> str:
         """Put it into the store, where it outlives the engine; gives its id, by which any engine of the same state directory finds it.
 
         `StageUnavailable` when the store is full. The spec is stored with it, its variables included.
         """
+        if self.is_live:
+            raise UsageError(
+                f"snapshot {self.id} holds the memory of processes and lasts as long as its engine; take one without live=True to save it"
+            )
         if not self._is_saved:
             await self._engine.warehouse.shelf.save(self)
         return self.id

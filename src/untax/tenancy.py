@@ -9,11 +9,12 @@ import asyncio
 import logging
 from builtins import list as list_
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from untax.box import Box
 from untax.channel.client import Channel
-from untax.channel.egress import Egress
+from untax.channel.egress import Egress, Policy
 from untax.core.errors import (
     CreateError,
     SandboxLost,
@@ -24,8 +25,8 @@ from untax.core.errors import (
 from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Retiring, Sandbox, UserSwitching
-from untax.ground import Ground
+from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Remembering, Retiring, Sandbox, UserSwitching
+from untax.ground import Ground, Support
 from untax.snapshot import Snapshot
 from untax.standby import NO_IMAGE, Standby, raise_up
 
@@ -53,6 +54,7 @@ class Tenancy(Box):
         self._parting: tuple[Sandbox, Channel | None, Ground | None] | None = None  # still to be destroyed
         self._is_paused = False
         self._leaving: set[asyncio.Task[None]] = set()
+        self._policy: Policy | None = None  # in place of the spec's
 
     @property
     def sandbox(self) -> Sandbox | None:
@@ -121,17 +123,15 @@ class Tenancy(Box):
     async def snapshot(self, *, live: bool = False) -> Snapshot:
         """Freeze the files as they are now; the sandbox goes on. `engine.fork` and `engine.restore` begin from it.
 
-        It lasts until it is dropped or the engine closes, unless it is saved. `live` would keep the memory of processes too.
+        It lasts until it is dropped or the engine closes, unless it is saved. `live` keeps processes and their memory too, where the substrate
+        can (`SubstrateUnavailable`): sessions and started processes go on in every box that begins from it; of actions nobody may be waiting for one.
         """
-        if live:
-            raise SubstrateUnavailable(
-                self.id,
-                f"substrate {self._engine.substrate.name!r} keeps files only; process memory (live=True) needs a virtual machine that can be "
-                "suspended, which no substrate of this release offers",
-            )
         async with self._changing:
-            self._layered("take a snapshot")
-            freezing = self._engine.chore(self._freeze())
+            if live:
+                self._remembering()
+            else:
+                self._layered("take a snapshot")
+            freezing = self._engine.chore(self._remember() if live else self._freeze())
             start_ns = self._clock()
             try:
                 snapshot = await self._engine.finish(freezing)
@@ -159,6 +159,29 @@ class Tenancy(Box):
         ground = standing.hold().raised(frozen.root, frozen.tree, support)
         return shelf.put(Snapshot(self._engine, self.spec, ground, frozen.how, (end_ns - start_ns) / 1e9))
 
+    async def _remember(self) -> Snapshot:
+        sandbox, channel, ground = self._remembering()
+        watch = Stopwatch(self._clock)
+        async with channel.silence():
+            remembered = await sandbox.remember()
+        start_ns, end_ns = watch.part()
+        support = Support(lambda: self._engine.chore(remembered.discard()))
+        live = replace(ground, root=remembered.root, supports=(*ground.supports, support))
+        for below in ground.supports:
+            below.hold()
+        return self._engine.warehouse.shelf.put(Snapshot(self._engine, self.spec, live, "live", (end_ns - start_ns) / 1e9))
+
+    def _remembering(self) -> tuple[Remembering, Channel, Ground]:
+        self._live()
+        sandbox, channel, ground = self._sandbox, self._channel, self._ground
+        if not isinstance(sandbox, Remembering) or not isinstance(channel, Channel) or ground is None:
+            raise SubstrateUnavailable(
+                self.id,
+                f"substrate {self._engine.substrate.name!r} keeps files only; process memory (live=True) needs one that can put processes down "
+                "and go on with them, as 'gvisor' can, and an untax.Engine in this very process",
+            )
+        return sandbox, channel, ground
+
     async def freeze(self) -> Frozen:
         """As `snapshot`, without a place on the shelf: for whoever takes the layer away and gives the box up."""
         return await self._layered("be frozen").snapshot()
@@ -173,6 +196,17 @@ class Tenancy(Box):
         assert standing is not None
         uppers = [*(one.tree for one in standing.own[len(ground.own) :]), sandbox.upper]
         return await asyncio.to_thread(merged.changes, uppers, ground.readable())
+
+    def police(self, policy: Policy) -> None:
+        """Another policy for whatever programs inside ask for from now on; streams that are open stay.
+
+        `UsageError` for a box whose spec has no network at all: nothing inside knows where to ask then.
+        """
+        channel = self._live()
+        if self.spec.network == "none":
+            raise UsageError("this box was leased without network; lease it with one to change its policy later")
+        self._policy = policy
+        channel.egress = Egress(policy, on_attempt=self._note_egress)
 
     async def pause(self) -> None:
         """Stop every process inside until `resume`."""
@@ -293,7 +327,7 @@ class Tenancy(Box):
         self._ledger.unenforced = standby.unenforced
         channel = self._channel = standby.channel
         if channel is not None and self.spec.network != "none":
-            channel.egress = Egress(self.spec.network, on_attempt=self._note_egress)
+            channel.egress = Egress(self._policy or self.spec.network, on_attempt=self._note_egress)
 
     async def _find_ground(self, watch: Stopwatch | None) -> None:
         """What the lease begins with. Where all of it is there already, this costs a look into a dictionary."""

@@ -14,7 +14,7 @@ from untax.core.errors import UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import EnvSpec, Network, Repo, freeze_network
 from untax.core.stage import WORKDIR, Identity, Stage, stages_of
-from untax.core.substrate import Importing
+from untax.core.substrate import Importing, Reviving
 from untax.ground import Ground
 from untax.grounds import Grounds
 from untax.imports import BorrowedWorkshop, Imports, source_finder
@@ -228,6 +228,8 @@ class Warehouse:
         self._borrowed = BorrowedWorkshop(substrate.builder, self._path.parent, self._setup_network, self._setup_wheels)
         stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
         self._grounds = Imports(self._engine, substrate, store, stages)
+        if isinstance(substrate, Reviving):
+            self._shelf = Shelf(self._engine, self._grounds)
 
     async def _open_store(self, marks: Marks) -> LayerStore:
         from untax.layers.store import LayerStore

@@ -24,6 +24,8 @@ MODULES = {
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
     "hosted": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams", "test_trees"},
     "container-podman": {*FEW, "test_environment", "test_stages"},
+    "container-docker-runsc": {"test_sessions", "test_streams"},
+    "gvisor": {*FEW, "test_environment", "test_stages"},
     "kubernetes": FEW,
     "ssh": FEW,
     "vm": FEW - {"test_streams"},  # some of which are told in time by a quicker machine only

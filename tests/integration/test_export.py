@@ -168,6 +168,41 @@ def test_a_squashfs_holds_the_same_tree(which, request, store, tmp_path):
     assert done.bytes == (tmp_path / "disk").stat().st_size
 
 
+@needs_root
+@pytest.mark.parametrize("which", ["chain", "renamed"])
+def test_an_erofs_holds_the_same_tree(which, request, store, tmp_path):
+    """As the kernel reads it, which was written by neither of us; and its own tool finds nothing wrong."""
+    layers = request.getfixturevalue(which)
+    done = export.export(store, root_of(layers), tmp_path / "disk", "erofs")
+
+    lost = ("system.", "user.", "trusted.", "security.")
+    subprocess.run(["fsck.erofs", str(tmp_path / "disk")], check=True, capture_output=True)
+    got = treelist.of_mount("-t", "erofs", "-o", "ro,loop", str(tmp_path / "disk"))
+    assert_same(seen(got, xattrs=lost), seen(treelist.of_chain(layers), xattrs=lost))
+    assert len(done.losses) == 1
+    assert done.bytes == (tmp_path / "disk").stat().st_size
+
+
+def test_an_erofs_of_many_names_is_found_by_halves(store, tmp_path):
+    """Directories of several blocks, names that sort before the dot, links of any length, several names of one file; the same bytes each time."""
+    layer = tmp_path / "layer"
+    (layer / "many").mkdir(parents=True)
+    for number in range(1000):
+        (layer / "many" / f"{chr(33 + number % 13)}{'n' * (number % 200)}{number}").write_bytes(b"%d" % number * (number % 7))
+    (layer / "long").symlink_to("t" * 3000)
+    (layer / "zeros").write_bytes(bytes(100_000))
+    os.link(layer / "zeros", layer / "again")
+    for name in ("one", "two"):
+        export.export(store, Root((str(layer),)), tmp_path / name, "erofs")
+
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    subprocess.run(["fsck.erofs", f"--extract={tmp_path / 'out'}", str(tmp_path / "one")], check=True, capture_output=True)
+    assert sorted(os.listdir(tmp_path / "out/many")) == sorted(os.listdir(layer / "many"))
+    assert all((tmp_path / "out/many" / name).read_bytes() == (layer / "many" / name).read_bytes() for name in os.listdir(layer / "many"))
+    assert os.readlink(tmp_path / "out/long") == "t" * 3000
+    assert (tmp_path / "out/again").read_bytes() == bytes(100_000)
+
+
 @pytest.mark.parametrize("error_bytes", [0, 6 << 20])
 def test_a_disk_has_room_for_attributes_and_grows_when_it_was_estimated_too_small(error_bytes, store, tmp_path, monkeypatch):
     from untax.layers.export import disk

@@ -7,7 +7,8 @@ Nothing here trusts the cell. Whatever breaks the protocol ends the channel, and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from untax.channel import actions, flow, tree, wire
@@ -21,7 +22,7 @@ from untax.channel.link import PIECE, EgressLink, Entry, Link, Watch
 from untax.channel.replies import TreeSize
 from untax.channel.stream import SocketStream
 from untax.channel.wire import FrameParser, Reader
-from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UsageError
+from untax.core.errors import BackendError, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 from untax.core.span import now_ns
 from untax.core.stream import ByteStream
 
@@ -192,6 +193,29 @@ class Channel:
             self._lose_for(ProtocolError("a batch ended before its parts"))
             self._check()
         return whole.outcomes(self.sandbox_id, trip_ns)
+
+    @contextlib.asynccontextmanager
+    async def silence(self) -> AsyncIterator[None]:
+        """Within it not a byte is on its way in either direction, and the cell is between two frames: a copy of the sandbox can go on from there.
+
+        Actions that are asked for meanwhile wait. `UsageError` when others than streams of started processes are under way,
+        and on a stream that cannot be held.
+        """
+        stream = self._stream
+        if not isinstance(stream, SocketStream):
+            raise UsageError("the channel to this sandbox goes through somebody else's connection, which cannot be silenced")
+        call = actions.quiesce()
+        request_id, entry = self._send(call)
+        stream.hold_writing()
+        try:
+            await self._answer(request_id, entry)
+            try:
+                call.result(self.sandbox_id, 0)
+            except BackendError as exc:
+                raise UsageError(f"{exc.message} in this box; await them first") from exc
+            yield
+        finally:
+            stream.release_writing(wire.frame(0, wire.GO_ON, b""))
 
     # ---- streams ----
 

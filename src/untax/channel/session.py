@@ -36,17 +36,22 @@ class Session:
         cwd: Name | None = None,
         env: Mapping[str, str | None] | None = None,
         user: str | None = None,
+        resume: Session | None = None,
     ) -> None:
         self.pid = 0
         self.is_alive = False
         self._id = 0
+        self._resumed = (resume._id, resume.pid) if resume is not None else None
         self._call = call
         self._opening = actions.session_open(cwd=cwd, env=env, user=user)
         self._turn = asyncio.Lock()
 
     async def open(self) -> Session:
         """Start the shell; `async with` does it too."""
-        self._id, self.pid = await self._call(self._opening)
+        if self._resumed is not None:
+            self._id, self.pid = self._resumed
+        else:
+            self._id, self.pid = await self._call(self._opening)
         self.is_alive = True
         return self
 

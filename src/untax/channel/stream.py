@@ -32,6 +32,7 @@ class SocketStream:
         self._drained: list[asyncio.Future[None]] = []
         self._paused = False
         self._closed = False
+        self._later: list[bytes | memoryview] | None = None  # written while writing is held
 
     def start(self, receiver: Receiver) -> None:
         self._loop = asyncio.get_running_loop()
@@ -55,6 +56,9 @@ class SocketStream:
 
     def write(self, data: bytes | memoryview) -> None:
         if self._closed:
+            return
+        if self._later is not None:
+            self._later.append(data)
             return
         if not self._kept:
             try:
@@ -81,6 +85,17 @@ class SocketStream:
             drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._drained.append(drained)
             await drained
+
+    def hold_writing(self) -> None:
+        """What is written from now on is kept until `release_writing`; what was written before goes its way."""
+        if self._later is None:
+            self._later = []
+
+    def release_writing(self, first: bytes) -> None:
+        """Write `first`, and then what was kept."""
+        later, self._later = self._later, None
+        for data in (first, *(later or ())):
+            self.write(data)
 
     def pause_reading(self) -> None:
         if not self._paused:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SHORT = 12  # characters of a key that are shown; any beginning that is unique will do
 _IMAGE_HELP = "as in registry:host/name:tag, docker:name, oci:/path, tar:/path, debian:bookworm, dir:/path, host"
-_FORMATS = ("oci", "ext4", "squashfs", "initramfs")
+_FORMATS = ("oci", "ext4", "squashfs", "erofs", "initramfs")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 

@@ -42,6 +42,8 @@ class Root:
     path: str | None = None
     """The search path for programs, where the image has one of its own and does not say so in its variables."""
     is_furnished: bool = False
+    memory: str | None = None
+    """Where processes were put down with their memory: a sandbox on this root goes on with them."""
 
     def with_layers(self, *directories: str) -> Root:
         """The same with further layers on top."""

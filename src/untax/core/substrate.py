@@ -210,7 +210,7 @@ class Importing(Protocol):
 
     builder: str
     """The substrate in whose sandboxes missing stages are built: what is taken in is then the same everywhere."""
-    takes: Literal["oci", "squashfs"]
+    takes: Literal["oci", "squashfs", "erofs"]
     """As what a chain is written for it."""
 
     @property
@@ -245,6 +245,31 @@ class LayeredSandbox(Sandbox, Protocol):
 
     async def is_pristine(self) -> bool:
         """Whether nothing was written, nothing runs and nothing was mounted since it was created, as far as can be proven."""
+
+
+@runtime_checkable
+class Reviving(Protocol):
+    """A substrate whose sandboxes are `Remembering`, and whose `create_on` a root with `memory` goes on with what was put down."""
+
+    revives: bool
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """A sandbox whose processes can be put down with their memory, for others to go on with."""
+
+    async def remember(self) -> Remembered:
+        """Put down everything as it is now, files included, while the sandbox lives on. Its channel is silent meanwhile (`Channel.silence`)."""
+
+
+class Remembered(Protocol):
+    """Files and processes of a sandbox at one moment."""
+
+    root: Root
+    """What copies are created on: its `memory` is set."""
+
+    async def discard(self) -> None:
+        """Let go of it; those who went on from it are not touched. Safe to call twice."""
 
 
 class Frozen(Protocol):

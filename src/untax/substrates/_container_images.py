@@ -99,7 +99,7 @@ class EngineImages:
                 return found
             await asyncio.to_thread(self._require_room, scratch)
             with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as place:
-                layer = await asyncio.to_thread(_cell_layer, Path(place))
+                layer = await asyncio.to_thread(cell_layer, Path(place))
                 whole = root.with_layers(str(layer))
                 if root.views:
                     await self._pour(tag, whole, export, Path(place) / "tree.tar")
@@ -239,7 +239,7 @@ def _check_taken(engine: str, said: Any) -> None:
             raise StageUnavailable("image", f"{engine} did not take the image in: {line['error']}")
 
 
-def _cell_layer(place: Path) -> Path:
+def cell_layer(place: Path) -> Path:
     """A layer with nothing in it but the cell."""
     layer = place / "layer"
     target = layer / CELL.lstrip("/")

@@ -51,6 +51,11 @@ _DISK = Unenforced(
     "keep the engine's data on XFS mounted with pquota (overlay), or on btrfs or ZFS; a single file is limited all the same",
 )
 
+_NO_GROUPS = tuple(
+    Unenforced(name, "the engine's runtime is told to ignore control groups", "take --ignore-cgroups out of its runtimeArgs")
+    for name in ("memory_mib", "cpus")
+)
+
 
 def make(
     state_dir: str | None = None,
@@ -83,7 +88,7 @@ class ContainerSubstrate:
     isolation = "container"
     typical = Typical(start_s=0.35, action_s=0.0004)
     builder = "namespace"
-    takes: Literal["oci", "squashfs"] = "oci"
+    takes: Literal["oci", "squashfs", "erofs"] = "oci"
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset({"limits"})
 
     def __init__(
@@ -108,6 +113,7 @@ class ContainerSubstrate:
         self._live: dict[str, ContainerSandbox | None] = {}  # by sandbox id; None while the engine is being asked
         self._tidying: set[asyncio.Task[None]] = set()
         self._has_disk_limit = True  # until the engine says no
+        self._lacking: tuple[Unenforced, ...] = ()
         self._labels: dict[str, str] = {}
 
     # ---- what this machine offers ----
@@ -172,11 +178,22 @@ class ContainerSubstrate:
             version = await self.api.ask("GET", "/version")
             if self.api.engine == "docker" and any("podman" in str(one.get("Name")).lower() for one in version.get("Components") or ()):
                 self.api.engine = "podman"  # which also listens where Docker would
+            if self._runtime is not None and self.api.engine == "docker":
+                await self._look_at_runtime()
             await self._sweep()
         except (Refused, AttributeError) as exc:
             raise SubstrateUnavailable(
                 "", f"{self.api.engine} at {self.api.path}: {exc}; is this the socket of a container engine?"
             ) from exc
+
+    async def _look_at_runtime(self) -> None:
+        """What the engine says its runtime is decides what boundary may be claimed, and which limits."""
+        known = (await self.api.ask("GET", "/info")).get("Runtimes") or {}
+        about = known.get(self._runtime) or {}
+        if os.path.basename(about.get("path") or "") == "runsc":
+            self.isolation = "gvisor"
+            if "--ignore-cgroups" in (about.get("runtimeArgs") or ()):
+                self._lacking = _NO_GROUPS
 
     async def _sweep(self) -> None:
         """Remove what dead engines with this state directory left in the container engine."""
@@ -274,7 +291,7 @@ class ContainerSubstrate:
         except BaseException:
             del self._live[sandbox_id]
             raise
-        unenforced = () if self._has_disk_limit else (_DISK,)
+        unenforced = self._lacking if self._has_disk_limit else (*self._lacking, _DISK)
         sandbox = ContainerSandbox(
             self.api, self._starting, sandbox_id, container, tenant.user, tenant.facts, unenforced, _READY_S, self._forget
         )

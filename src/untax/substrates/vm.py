@@ -91,7 +91,7 @@ class VmSubstrate:
     isolation = "vm"
     typical = Typical(start_s=1.0, action_s=0.002)  # restored and emulated, as on a host without KVM
     builder = "namespace"
-    takes: Literal["oci", "squashfs"] = "squashfs"
+    takes: Literal["oci", "squashfs", "erofs"] = "squashfs"
 
     def __init__(
         self,

@@ -21,11 +21,12 @@ from untax.core.spec import FrozenEnv
 from untax.layers.export._tar import write_tar
 from untax.layers.export._tree import Job, Losses, content_bytes, merged_items
 from untax.layers.export.disk import write_ext4, write_squashfs
+from untax.layers.export.erofs import write_erofs
 from untax.layers.export.initramfs import write_initramfs
 from untax.layers.export.oci import checked_name, write_oci
 from untax.layers.store import LayerStore
 
-Format = Literal["oci", "ext4", "squashfs", "initramfs", "tar"]
+Format = Literal["oci", "ext4", "squashfs", "erofs", "initramfs", "tar"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Progress = Callable[[str, int, int | None], None]
 """What, bytes done, bytes in all or None."""
@@ -96,6 +97,8 @@ def export(
 def _write(job: Job, path: Path, to: Format, options: Options, store: LayerStore) -> None:
     if to == "squashfs":
         write_squashfs(job, path, options.packing)
+    elif to == "erofs":
+        write_erofs(job, path)
     elif to == "ext4":
         with store.draft() as draft:
             write_ext4(job, path, scratch=draft.tree, free_bytes=options.free_mib * _MIB)

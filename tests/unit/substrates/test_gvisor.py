@@ -1,0 +1,99 @@
+"""What runsc is asked for, which runsc is taken, and what a copy is told first: with literal data."""
+
+import json
+import struct
+
+import pytest
+
+from untax.core.errors import CreateError, UsageError
+from untax.core.spec import Limits
+from untax.substrates import _gvisor_groups, _gvisor_live, _gvisor_runsc
+from untax.substrates._gvisor_bundle import Wanted, config
+
+
+def wanted(**limits):
+    return Wanted("sbx-1", "/chains/a.erofs", "1000", ["/workspace"], Limits(**limits))
+
+
+def test_a_sandbox_is_described_without_a_file_or_a_right_of_the_host_s():
+    """The only path of the host in it is the image's; every right of the cell's is one of the kernel inside."""
+    made = config(wanted())
+
+    assert json.dumps(made).count("/chains/a.erofs") == 1
+    assert {mount["type"] for mount in made["mounts"]} == {"proc", "tmpfs", "devpts", "sysfs"}
+    assert made["process"]["noNewPrivileges"] is True
+    assert {one["type"] for one in made["linux"]["namespaces"]} == {"pid", "network", "ipc", "uts", "mount"}
+    assert made["hostname"] == "sbx-1"
+
+
+def test_what_is_written_is_memory_and_no_more_than_there_is():
+    def size(made):
+        return made["annotations"]["dev.gvisor.spec.rootfs.options"]
+
+    assert size(config(wanted(memory_mib=256, disk_mib=4096))) == f"size={256 << 20}"
+    assert size(config(wanted(memory_mib=256, disk_mib=64))) == f"size={64 << 20}"
+
+
+def test_processes_are_limited_inside_beside_the_cell_s_own():
+    rlimits = {one["type"]: one["hard"] for one in config(wanted(pids=64))["process"]["rlimits"]}
+
+    assert rlimits["RLIMIT_NPROC"] == 65
+    assert rlimits["RLIMIT_CORE"] == 0
+
+
+def test_an_old_runsc_is_refused_with_a_remedy(monkeypatch):
+    for version, is_old in (
+        ("release-20221219.0", True),
+        ("0.0~20221219.0", True),
+        ("release-20260224.0", False),
+        ("VERSION_MISSING", False),
+    ):
+        monkeypatch.setattr(_gvisor_runsc, "runsc_version", lambda _, version=version: version)
+        trouble = _gvisor_runsc.version_trouble("/usr/bin/runsc")
+        assert (trouble is not None) == is_old
+        assert trouble is None or "install a current one" in trouble
+
+
+def test_what_runsc_says_is_shown_on_one_line_and_harmless():
+    assert _gvisor_runsc.in_words(b"a\nb \x1b[2J\xff") == "a b ?[2J\N{REPLACEMENT CHARACTER}"
+    assert _gvisor_runsc.in_words(b"") == "nothing was said"
+
+
+def test_a_copy_is_told_its_name_before_anything_else():
+    frame = _gvisor_live.first_words("sbx-2")
+    length, number, kind, flags, zero = struct.unpack_from("<IIBBH", frame)
+
+    assert (length, number, kind, flags, zero) == (len(frame) - 4, 0, 0x0A, 0, 0)
+    assert frame[12:21] == b"\5\0\0\0sbx-2"
+    assert _gvisor_live.first_words("sbx-2") != frame  # an identity of its own
+
+
+def test_what_a_live_snapshot_settled_cannot_be_changed(tmp_path):
+    memory, bundle = tmp_path / "memory", tmp_path / "bundle"
+    memory.mkdir(), bundle.mkdir()
+    limits = Limits(pids=64, disk_mib=64)
+    (memory / "about.json").write_text(json.dumps({"user": "1000", "limits": {"pids": 64, "disk_mib": 64}}))
+    (memory / "config.json").write_text(json.dumps(config(wanted())))
+
+    words = _gvisor_live.lay_out(str(memory), bundle, "1000", limits)
+    assert words[0] == "restore"
+    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(memory / "image.erofs")
+    for user, other in (("0", limits), ("1000", Limits(pids=65, disk_mib=64)), ("1000", Limits(pids=64, disk_mib=65))):
+        with pytest.raises(UsageError):
+            _gvisor_live.lay_out(str(memory), bundle, user, other)
+    with pytest.raises(CreateError):
+        _gvisor_live.lay_out(str(tmp_path / "gone"), bundle, "1000", limits)
+
+
+@pytest.mark.parametrize(
+    ("at", "inside", "group", "place"),
+    [
+        ("/cg", "/", "/", "/cg"),
+        ("/cg", "/", "/a/b", "/cg/a/b"),
+        ("/cg", "/docker/x", "/docker/x/y", "/cg/y"),
+        ("/cg", "/docker/x", "/docker/x", "/cg"),
+    ],
+)
+def test_a_group_is_found_below_its_mount(at, inside, group, place):
+    """Also where only a part of the tree is mounted, as in a container."""
+    assert str(_gvisor_groups._below(at, inside, group)) == place
