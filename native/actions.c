@@ -260,6 +260,7 @@ static action *const table[256] = {
     [K_READ] = action_read, [K_WRITE] = action_write, [K_LIST] = action_list, [K_STAT] = action_stat, [K_MKDIR] = action_mkdir,
     [K_REMOVE] = action_remove, [K_MOVE] = action_move, [K_UPLOAD] = action_upload, [K_DOWNLOAD] = action_download,
     [K_SEARCH] = action_search, [K_EDIT] = action_edit, [K_PATCH] = action_patch, [K_WATCH] = action_watch,
+    [K_MARK] = action_mark, [K_MARKS] = action_marks,
 };
 
 bool actions_handle(struct actions *a, const struct frame *f) {

@@ -126,7 +126,7 @@ bool agent_dispatch(const struct frame *f, const uint8_t *raw, size_t size) {
     case K_SESSION_RUN: session_run_handle(f); break;
     case K_SESSION_CLOSE: session_close_handle(f); break;
     case K_READ: case K_WRITE: case K_LIST: case K_STAT: case K_MKDIR: case K_REMOVE: case K_MOVE: case K_UPLOAD: case K_DOWNLOAD:
-    case K_SEARCH: case K_EDIT: case K_PATCH: case K_WATCH: forward(f, raw, size); break;
+    case K_SEARCH: case K_EDIT: case K_PATCH: case K_WATCH: case K_MARK: case K_MARKS: forward(f, raw, size); break;
     case K_CONNECT: connect_handle(f); break;
     default: frame_error(&host, f->id, E_UNSUPPORTED, 0, "no such request"); break;
     }

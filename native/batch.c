@@ -38,7 +38,7 @@ static bool may_be_inside(const struct frame *f) {
         return !(rd_u8(&r) & 8);
     }
     case K_CONFIGURE: case K_PING: case K_SIGNAL: case K_RESIZE: case K_PROCESSES: case K_SESSION_OPEN: case K_SESSION_RUN: case K_SESSION_CLOSE:
-    case K_READ: case K_LIST: case K_STAT: case K_MKDIR: case K_REMOVE: case K_MOVE: case K_SEARCH: case K_EDIT: case K_PATCH:
+    case K_READ: case K_LIST: case K_STAT: case K_MKDIR: case K_REMOVE: case K_MOVE: case K_SEARCH: case K_EDIT: case K_PATCH: case K_MARK: case K_MARKS:
         return true;
     default: return false;
     }

@@ -103,5 +103,7 @@ void action_search(struct actions *a, const struct frame *f);
 void action_edit(struct actions *a, const struct frame *f);
 void action_patch(struct actions *a, const struct frame *f);
 void action_watch(struct actions *a, const struct frame *f);
+void action_mark(struct actions *a, const struct frame *f);
+void action_marks(struct actions *a, const struct frame *f);
 
 #endif

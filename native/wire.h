@@ -31,6 +31,7 @@ enum frame_kind {
     K_SESSION_OPEN = 0x18, K_SESSION_RUN = 0x19, K_SESSION_CLOSE = 0x1a,
     K_READ = 0x20, K_WRITE = 0x21, K_LIST = 0x23, K_STAT = 0x24, K_MKDIR = 0x25, K_REMOVE = 0x26, K_MOVE = 0x27,
     K_UPLOAD = 0x28, K_DOWNLOAD = 0x29, K_SEARCH = 0x2a, K_EDIT = 0x2b, K_PATCH = 0x2c, K_WATCH = 0x2d,
+    K_MARK = 0x2e, K_MARKS = 0x2f,
     K_CONNECT = 0x30, K_EGRESS_OK = 0x31, K_EGRESS_DENY = 0x32,
     // between agent and worker only
     K_EXEC = 0x70, K_EXECED = 0x71, K_KILL = 0x72, K_KILLED = 0x73, K_PROBE = 0x74, K_PROBED = 0x75,

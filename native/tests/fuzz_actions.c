@@ -62,7 +62,7 @@ static bool stays_inside(const struct frame *f) {
             return harmless(from) && harmless(rd_bytes(&p)) && from.size;
         }
         case K_UPLOAD: return !mixed && harmless(rd_bytes(&p));
-        case K_READ: case K_WRITE: case K_LIST: case K_STAT: case K_MKDIR: case K_DOWNLOAD: case K_SEARCH: case K_EDIT: case K_PATCH: case K_WATCH:
+        case K_READ: case K_WRITE: case K_LIST: case K_STAT: case K_MKDIR: case K_DOWNLOAD: case K_SEARCH: case K_EDIT: case K_PATCH: case K_WATCH: case K_MARK:
             return harmless(rd_bytes(&p));
         case K_REMOVE: {
             struct span path = rd_bytes(&p);
@@ -151,7 +151,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (mixed) {  // frames as they come
         for (int64_t n; size && (n = frame_size(data, size, FRAME_MAX_IN)) > 0; data += n, size -= (size_t)n) hand_over(a, data, (size_t)n);
     } else if (which == 1) {  // one payload behind a well-formed header
-        static const uint8_t kinds[] = {K_READ, K_WRITE, K_LIST, K_STAT, K_MKDIR, K_REMOVE, K_MOVE, K_UPLOAD, K_DOWNLOAD, K_SEARCH, K_EDIT, K_PATCH, K_WATCH};
+        static const uint8_t kinds[] = {K_READ, K_WRITE, K_LIST, K_STAT, K_MKDIR, K_REMOVE, K_MOVE, K_UPLOAD, K_DOWNLOAD, K_SEARCH, K_EDIT, K_PATCH, K_WATCH, K_MARK, K_MARKS};
         if (size) {
             struct wr w = {0};
             size_t begun = frame_begin(&w, 1, kinds[data[0] % sizeof kinds]);

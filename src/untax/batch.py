@@ -64,8 +64,8 @@ class Batch:
     def read(self, path: Name, *, offset: int = 0, limit: int | None = None) -> Batch:
         return self.add(actions.read(path, offset=offset, limit=limit))
 
-    def write(self, path: Name, data: bytes, *, mode: int | None = None, append: bool = False) -> Batch:
-        return self.add(actions.write(path, data, mode=mode, append=append))
+    def write(self, path: Name, data: bytes, *, mode: int | None = None, append: bool = False, parents: bool = True) -> Batch:
+        return self.add(actions.write(path, data, mode=mode, append=append, parents=parents))
 
     def list(self, path: Name = ".") -> Batch:
         return self.add(actions.list_dir(path))
@@ -81,6 +81,11 @@ class Batch:
 
     def move(self, source: Name, target: Name, *, overwrite: bool = True) -> Batch:
         return self.add(actions.move(source, target, overwrite=overwrite))
+
+    def mark(
+        self, path: Name, *, uid: int | None = None, gid: int | None = None, prefix: str = "", attributes: Mapping[str, str] | None = None
+    ) -> Batch:
+        return self.add(actions.mark(path, uid=uid, gid=gid, prefix=prefix, attributes=attributes))
 
     def search(self, pattern: str | bytes, root: Name = ".", **options: Any) -> Batch:
         return self.add(actions.search(pattern, root, **options))

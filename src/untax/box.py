@@ -75,6 +75,11 @@ class Box(ABC):
         return self._ledger
 
     @property
+    def is_live(self) -> bool:
+        """Whether actions still reach its sandbox, as far as is known here."""
+        return self._over is None
+
+    @property
     def sandbox(self) -> Sandbox | None:
         """The substrate's own object, for whoever measures it: where it is this process's, and until the lease is over."""
         return None
@@ -207,6 +212,16 @@ class Box(ABC):
 
     async def move(self, source: Name, target: Name, *, overwrite: bool = True) -> None:
         await self._act(actions.move(source, target, overwrite=overwrite), "move")
+
+    async def mark(
+        self, path: Name, *, uid: int | None = None, gid: int | None = None, prefix: str = "", attributes: Mapping[str, str] | None = None
+    ) -> None:
+        """Give a file to another owner; with a `prefix`, replace its extended attributes of names that begin so by `attributes`."""
+        await self._act(actions.mark(path, uid=uid, gid=gid, prefix=prefix, attributes=attributes), "mark")
+
+    async def marks(self, paths: Sequence[Name], prefix: str) -> list_[dict[str, str]]:
+        """Of each path the extended attributes whose names begin with `prefix`, which is taken off; none of what is not there."""
+        return await self._act(actions.marks(paths, prefix), "marks")
 
     async def upload(self, local: Name, remote: Name, *, timeout_s: float | None = TIMEOUT_S) -> TreeSize:
         """Copy a local file or directory to `remote`, which is its new name inside."""

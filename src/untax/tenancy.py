@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from untax.box import Box
 from untax.channel.client import Channel
-from untax.channel.egress import Egress
+from untax.channel.egress import Egress, Policy
 from untax.core.errors import (
     CreateError,
     SandboxLost,
@@ -54,6 +54,7 @@ class Tenancy(Box):
         self._parting: tuple[Sandbox, Channel | None, Ground | None] | None = None  # still to be destroyed
         self._is_paused = False
         self._leaving: set[asyncio.Task[None]] = set()
+        self._policy: Policy | None = None  # in place of the spec's
 
     @property
     def sandbox(self) -> Sandbox | None:
@@ -196,6 +197,17 @@ class Tenancy(Box):
         uppers = [*(one.tree for one in standing.own[len(ground.own) :]), sandbox.upper]
         return await asyncio.to_thread(merged.changes, uppers, ground.readable())
 
+    def police(self, policy: Policy) -> None:
+        """Another policy for whatever programs inside ask for from now on; streams that are open stay.
+
+        `UsageError` for a box whose spec has no network at all: nothing inside knows where to ask then.
+        """
+        channel = self._live()
+        if self.spec.network == "none":
+            raise UsageError("this box was leased without network; lease it with one to change its policy later")
+        self._policy = policy
+        channel.egress = Egress(policy, on_attempt=self._note_egress)
+
     async def pause(self) -> None:
         """Stop every process inside until `resume`."""
         await self._freezable().pause()
@@ -315,7 +327,7 @@ class Tenancy(Box):
         self._ledger.unenforced = standby.unenforced
         channel = self._channel = standby.channel
         if channel is not None and self.spec.network != "none":
-            channel.egress = Egress(self.spec.network, on_attempt=self._note_egress)
+            channel.egress = Egress(self._policy or self.spec.network, on_attempt=self._note_egress)
 
     async def _find_ground(self, watch: Stopwatch | None) -> None:
         """What the lease begins with. Where all of it is there already, this costs a look into a dictionary."""

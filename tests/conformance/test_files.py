@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -244,3 +245,21 @@ async def test_a_rewrite_keeps_the_mode_of_a_file(box):
     fresh = await box.stat("new")
 
     assert [entry.mode & 0o7777 for entry in (kept, given, fresh)] == [0o755, 0o600, 0o644]
+
+
+async def test_a_file_can_be_marked_and_its_marks_read(box):
+    """Attributes of one prefix are replaced as a whole; others, and other files, stay as they are."""
+    await box.write("marked", b"x")
+    await box.write("plain", b"x")
+    try:
+        await box.mark("marked", prefix="user.test.", attributes={"a": "1", "b": "two=2"})
+    except untax.FileError as exc:
+        assert exc.errno == errno.EOPNOTSUPP  # a file system without them, such as tmpfs before Linux 6.6
+        return
+    await box.mark("marked", prefix="user.other.", attributes={"c": "3"})
+    assert await box.marks(["marked", "plain", "missing"], "user.test.") == [{"a": "1", "b": "two=2"}, {}, {}]
+    await box.mark("marked", prefix="user.test.")
+    assert await box.marks(["marked"], "user.test.") == [{}]
+    assert await box.marks(["marked"], "user.other.") == [{"c": "3"}]
+    with pytest.raises(untax.NotFound):
+        await box.mark("missing", prefix="user.test.", attributes={"a": "1"})

@@ -98,6 +98,23 @@ async def test_a_connection_that_breaks_is_taken_up_again_and_nothing_is_done_tw
         assert box.ledger.verdict == "trusted" and proxy.cuts == 4
 
 
+async def test_x21_a_lease_whose_answer_was_lost_is_asked_for_again_and_is_the_same(tmp_path):
+    """The server has made it, the answer never arrives, the connection breaks: one sandbox, and it works."""
+    async with hosted(tmp_path) as served, served.client() as client, _cutting(served.url) as proxy:
+        async with untax.connect(proxy.url, token=served.token) as engine:
+            proxy.is_deaf = True
+            coming = asyncio.ensure_future(engine.acquire(network=("127.0.0.1:1",)))
+            while (await client.get("/v1/about")).json()["use"]["leases"] == 0:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
+            proxy.cut()
+            proxy.is_deaf = False
+            box = await asyncio.wait_for(coming, 10)
+            assert (await box.run(["echo", "here"])).text == "here\n"
+            assert (await client.get("/v1/about")).json()["use"]["leases"] == 1
+            await box.release()
+
+
 async def test_a_client_that_stays_away_loses_its_leases_and_is_told(tmp_path):
     async with hosted(tmp_path, "--lease", "0.3") as served, served.client() as client, _cutting(served.url) as proxy:
         async with untax.connect(proxy.url, token=served.token) as engine, engine.lease() as box:
@@ -138,6 +155,8 @@ class _Cutting:
         self._port = int(port)
         self._open: set[asyncio.StreamWriter] = set()
         self.cuts = 0
+        self.is_deaf = False
+        """What the server says is swallowed."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
@@ -150,6 +169,8 @@ class _Cutting:
         async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
             with contextlib.suppress(ConnectionError):
                 while data := await source.read(65536):
+                    if self.is_deaf and source is there:
+                        continue
                     sink.write(data)
                     await sink.drain()
             sink.close()

@@ -35,7 +35,7 @@ def namespace():
 async def served(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text(
-        '[tenant.alice]\ntoken = "alice-token-0123456789"\nstarting = 4\nleases = 6\n[tenant.bob]\ntoken = "bob-token-0123456789ab"\n'
+        '[tenant.alice]\ntoken = "alice-token-0123456789"\nstarting = 4\nleases = 6\n[tenant.bob]\nconnections = 2\nsnapshots = 1\ntoken = "bob-token-0123456789ab"\n'
     )
     tokens.chmod(0o600)
     async with hosted(tmp_path, "--token-file", str(tokens)) as served:
@@ -148,18 +148,21 @@ async def test_a4_slow_senders_are_closed_and_nobody_waits_for_them(served, clie
     """Many connections that send one byte a second are closed at the head's deadline; others are answered meanwhile."""
     address = (served.url.split("//")[1].split(":")[0], int(served.url.rsplit(":", 1)[1]))
     slow = [await asyncio.open_connection(*address) for _ in range(200)]
+    for _, writer in slow:
+        writer.write(b"GET / HTTP/1.1\r\nx: ")
+    began_at = time.monotonic()
     try:
         took = []
         closed_at = time.monotonic() + 15
         while time.monotonic() < closed_at and not all(reader.at_eof() for reader, _ in slow):
             for _, writer in slow:
                 with contextlib.suppress(ConnectionError):
-                    writer.write(b"G")
+                    writer.write(b"y")
             began = time.perf_counter()
             assert (await client.get("/v1/about")).status_code == 200
             took.append(time.perf_counter() - began)
             await asyncio.gather(*(asyncio.wait_for(reader.read(100), 0.5) for reader, _ in slow), return_exceptions=True)
-        assert all(reader.at_eof() for reader, _ in slow)
+        assert all(reader.at_eof() for reader, _ in slow) and time.monotonic() - began_at > 4  # at the deadline, not before
         assert statistics.median(took) < 1
     finally:
         for _, writer in slow:
@@ -321,6 +324,24 @@ async def test_a17_more_creates_than_allowed_are_told_to_come_again(client):
         if answer.status_code == 201:
             await client.delete(f"/v1/leases/{answer.json()['lease']}")
     assert (await client.post("/v1/leases", json={})).status_code == 201
+
+
+async def test_a17_more_connections_and_snapshots_than_allowed_are_refused(served, client):
+    """Bob may hold two connections and one snapshot; refused ones leave nothing behind, and Alice does not notice."""
+    bob = "bob-token-0123456789ab"
+    async with untax.connect(served.url, token=bob) as one, untax.connect(served.url, token=bob), one.lease() as box:
+        for _ in range(3):
+            with pytest.raises(untax.UntaxError, match="close some"):
+                await untax.connect(served.url, token=bob).start()
+        snapshot = await box.snapshot()
+        with pytest.raises(untax.PoolTimeout, match="drop some"):
+            await box.snapshot()
+        await snapshot.drop()
+        await box.snapshot()
+        async with untax.connect(served.url, token=served.token) as engine, engine.lease() as other:
+            assert (await other.run(["true"])).exit_code == 0
+    async with untax.connect(served.url, token=bob) as again, again.lease() as box:
+        assert (await box.run(["true"])).exit_code == 0
 
 
 async def test_a18_a_stream_that_nobody_reads_costs_a_bounded_buffer(served, client, lease):

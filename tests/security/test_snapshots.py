@@ -404,7 +404,8 @@ async def test_c13_two_clones_of_one_snapshot_differ(engine, hosted):
     """Random bytes and name are each one's own, the clock is the host's, and no machine id is shared: the host's own is shown to none."""
     ask = "head -c 16 /dev/urandom | od -An -tx1; hostname; date +%s; cat /etc/machine-id 2>/dev/null"
     async with engine.lease(hosted) as box:
-        async with engine.fork(await box.snapshot(), 2) as clones:
+        snapshot = await box.snapshot()
+        async with engine.fork(snapshot, 2) as clones:
             told = []
             for one in (box, *clones):
                 before = time.time()
@@ -412,5 +413,6 @@ async def test_c13_two_clones_of_one_snapshot_differ(engine, hosted):
                 assert before - 1 <= int(now) <= time.time() + 1
                 assert name == one.id
                 told.append((random, name, *machine))
+        await snapshot.drop()
 
     assert all(len({*values}) == 3 for values in zip(*told, strict=True)), told

@@ -32,7 +32,7 @@ from untax.channel.replies import (
     read_process,
 )
 from untax.channel.wire import Reader, blob, blobs
-from untax.core.errors import UsageError
+from untax.core.errors import ProtocolError, UsageError
 
 OUTPUT_CAP = 1 << 20  # bytes of each stream of a command: THREATS 6.1
 READ_MAX = 64 << 20  # bytes of one read without a limit of its own; larger files are downloaded, or read in parts
@@ -354,6 +354,40 @@ def apply_patch(
         path=name_text(raw),
         decode=lambda reader: [name_text(reader.blob()) for _ in range(reader.u32())],
     )
+
+
+_OWNER_SAME = 0xFFFFFFFF
+_MARKS_MOST = 8192
+
+
+def mark(
+    path: Name,
+    *,
+    uid: int | None = None,
+    gid: int | None = None,
+    prefix: str = "",
+    attributes: Mapping[str, str] | None = None,
+    timeout_s: float | None = TIMEOUT_S,
+) -> Call[None]:
+    """Give a file to another owner; with a `prefix`, replace its extended attributes of names that begin so by `attributes`."""
+    raw = path_bytes(path)
+    owners = (_OWNER_SAME if owner is None else whole_number(owner, "owner", 0, _OWNER_SAME - 1) for owner in (uid, gid))
+    pairs = [text_bytes(f"{name}={value}", "attribute") for name, value in (attributes or {}).items()]
+    payload = blob(raw) + b"".join(map(wire.u32, owners)) + blob(text_bytes(prefix, "prefix")) + blobs(pairs)
+    return Call(wire.MARK, payload, timeout_s=timeout_s, path=name_text(raw))
+
+
+def marks(paths: Sequence[Name], prefix: str, *, timeout_s: float | None = TIMEOUT_S) -> Call[list[dict[str, str]]]:
+    """The extended attributes of each path whose names begin with `prefix`, which is taken off; none of what is not there."""
+    whole_number(len(paths), "the number of paths", 0, _MARKS_MOST)
+    payload = blob(text_bytes(prefix, "prefix")) + blobs(path_bytes(path) for path in paths)
+
+    def decode(reader: Reader) -> list[dict[str, str]]:
+        if reader.u32() != len(paths):
+            raise ProtocolError("attributes of other paths than were asked for")
+        return [{name_text(reader.blob()): name_text(reader.blob()) for _ in range(reader.u32())} for _ in paths]
+
+    return Call(wire.MARKS, payload, timeout_s=timeout_s, decode=decode)
 
 
 def _text(value: object, what: str) -> bytes:

@@ -189,13 +189,13 @@ class Egress:
 
     def __init__(
         self,
-        network: str | Sequence[str],
+        network: str | Sequence[str] | Policy,
         *,
         on_attempt: Callable[[EgressAttempt], None] | None = None,
         resolve: Resolver | None = None,
         dial_timeout_s: float = DIAL_TIMEOUT_S,
     ) -> None:
-        self.policy = Policy(network)
+        self.policy = network if isinstance(network, Policy) else Policy(network)
         self.attempts: deque[EgressAttempt] = deque(maxlen=LOG_MAX)
         self._on_attempt = on_attempt
         self._resolve = resolve or _resolve

@@ -159,6 +159,12 @@ class Watch:
             await self._channel._changed(self._entry)
         return self._call.events.popleft()
 
+    def take_now(self) -> list[Event]:
+        """All that has come, without waiting."""
+        events = list(self._call.events)
+        self._call.events.clear()
+        return events
+
     def close(self) -> None:
         self._closed = True
         self._channel._cancel(self._id, self._entry)

@@ -74,6 +74,10 @@ class Process:
     async def resize(self, rows: int, cols: int) -> None:
         await self._channel.call(actions.resize(self.pid, rows, cols))
 
+    async def wait_exit(self) -> None:
+        """Return once it has ended; what it printed is still there to be read."""
+        await self._link.wait()
+
     async def wait(self) -> CommandResult:
         """How it ended, with the output that was not read before: of each stream at most 1 MiB, the rest is counted."""
         kept: tuple[bytearray, bytearray] = (bytearray(), bytearray())

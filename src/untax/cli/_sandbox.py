@@ -20,7 +20,7 @@ def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--substrate",
         default="namespace",
-        choices=(*substrates.names(), "auto"),
+        choices=(*substrates.names(), *substrates.HOSTED, "auto"),
         help="how it is run; auto: whatever suits best here (default: %(default)s)",
     )
     group.add_argument(

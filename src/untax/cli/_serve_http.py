@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from untax.core.errors import UsageError
 from untax.server.service import Service
 from untax.service import telemetry
 from untax.service.admission import Admission
@@ -18,6 +21,9 @@ from untax.service.keys import own_key, read_secret
 from untax.service.listen import Address, HttpListener
 from untax.service.tenants import Tenants, read_tenants
 from untax.substrates._host import chosen_state_dir
+
+_HTTPS = 443
+_DOMAIN = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)+")
 
 
 @dataclass
@@ -33,10 +39,15 @@ class Http:
     state_dir: str | None
     allow_image: tuple[str, ...] = ()
     allow_repo: tuple[str, ...] = ()
+    domain: str | None = None
+    base_image: str = "host"
+    images: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.address = Address(self.host, self.port, self.tls_cert, self.tls_key)
         self.address.check_safe(has_tokens=self.token_file is not None, any_key=self.any_key)
+        if self.domain is not None and (not _DOMAIN.fullmatch(self.domain) or not self.port or self.tls_cert is None):
+            raise UsageError("--domain is a name such as sandboxes.example.org; it wants a --port, and --tls-cert and --tls-key for *.NAME")
         self.spans = telemetry.from_environment()
         self.key_file = Path(self.token_file or _key_path(self.state_dir))
         self.tenants: Tenants = read_tenants(
@@ -45,13 +56,12 @@ class Http:
 
     async def start(self, owners: Service, stack: contextlib.AsyncExitStack) -> tuple[Hosting, dict[str, object]]:
         """Listen until `stack` is left. Gives what can be drained, and what is to be said."""
-        hosting = Hosting(
-            owners.engine,
-            self.tenants,
-            Settings(admission=Admission(("host", *self.allow_image), self.allow_repo)),
-            owners=owners,
-            spans=self.spans,
+        settings = Settings(
+            admission=Admission(("host", *self.allow_image), self.allow_repo),
+            domain=self._shown_domain,
+            extra={"e2b_image": self.base_image, "e2b_images": dict(self.images)},
         )
+        hosting = Hosting(owners.engine, self.tenants, settings, owners=owners, spans=self.spans)
         listener = HttpListener(build(hosting), self.address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)
@@ -60,11 +70,17 @@ class Http:
         exports = {
             "UNTAX_URL": listener.url,
             "UNTAX_TOKEN": key,
-            "E2B_API_URL": listener.url,
-            "E2B_SANDBOX_URL": listener.url,
+            **(
+                {"E2B_DOMAIN": domain} if (domain := self._shown_domain) else {"E2B_API_URL": listener.url, "E2B_SANDBOX_URL": listener.url}
+            ),
             "E2B_API_KEY": key,
         }
         return hosting, {"url": listener.url, "key_file": str(self.key_file), "exports": exports}
+
+    @property
+    def _shown_domain(self) -> str | None:
+        """With the port where clients would not guess it."""
+        return self.domain if self.domain is None or self.port == _HTTPS else f"{self.domain}:{self.port}"
 
 
 def _key_path(state_dir: str | os.PathLike[str] | None) -> Path:

@@ -163,8 +163,8 @@ def _plan(arguments: argparse.Namespace) -> Plan:
         said["substrates"] = _usable()
     said.setdefault("seed", int.from_bytes(os.urandom(2), "big"))
     for name in said["substrates"] if isinstance(said["substrates"], list) else []:
-        if (real := _real(name, said.get("options"))) not in substrates.names():
-            raise UsageError(f"no substrate {real!r}; there are {', '.join(substrates.names())}")
+        if (real := _real(name, said.get("options"))) not in (known := (*substrates.names(), *substrates.HOSTED)):
+            raise UsageError(f"no substrate {real!r}; there are {', '.join(known)}")
     if arguments.image:
         said["options"] = _with_images(said, arguments.image)
     return plans.from_mapping(said, where=arguments.plan or "the plan")
@@ -346,7 +346,7 @@ def _conclude(arguments: argparse.Namespace, out: Path) -> int:
 
 def _keep_costs(arguments: argparse.Namespace, records: Path) -> None:
     """For engines that choose among substrates. Its failure loses no record."""
-    levels = {name: substrates.load(name).isolation for name in substrates.names()}
+    levels = {name: substrates.load(name).isolation for name in (*substrates.names(), *substrates.HOSTED)}
     try:
         found = profile.expected(profile.profiles(gather(records), levels))
         auto.keep_measured(chosen_state_dir(arguments.state_dir), found)

@@ -55,6 +55,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     http.add_argument("--allow-repo", action="append", metavar="PATTERN", help="repositories that clients may name, by URL; repeatable")
     http.add_argument("--any-key", action="store_true", help="whoever has any key is heard; on loopback, for throw-away use")
+    http.add_argument(
+        "--domain", metavar="NAME", help="every sandbox gets a name, PORT-ID.NAME; wants --tls-cert for *.NAME, and names that lead here"
+    )
+    http.add_argument("--base-image", default="host", metavar="IMAGE", help="what E2B's template 'base' stands for (default: %(default)s)")
+    http.add_argument(
+        "--image",
+        action="append",
+        metavar="NAME=IMAGE",
+        help="what a name stands for in clients' builds, as in python:3.12=docker:python:3.12; repeatable",
+    )
     parser.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how sandboxes are run (default: %(default)s)")
     parser.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
     parser.add_argument(
@@ -140,7 +150,7 @@ class Leases(Protocol):
 
 def _http_settings(arguments: argparse.Namespace) -> Http | None:
     """Checked before anything is started; None when only the Unix socket was asked for."""
-    named = (arguments.host, arguments.port, arguments.token_file, arguments.tls_cert, arguments.tls_key)
+    named = (arguments.host, arguments.port, arguments.token_file, arguments.tls_cert, arguments.tls_key, arguments.domain)
     if arguments.socket is not None and all(one is None for one in named) and not arguments.any_key:
         return None
     try:
@@ -157,7 +167,18 @@ def _http_settings(arguments: argparse.Namespace) -> Http | None:
         state_dir=arguments.state_dir,
         allow_image=tuple(arguments.allow_image or ()),
         allow_repo=tuple(arguments.allow_repo or ()),
+        domain=arguments.domain,
+        base_image=arguments.base_image,
+        images=_images(arguments.image or []),
     )
+
+
+def _images(given: list[str]) -> dict[str, str]:
+    pairs = [one.partition("=") for one in given]
+    for name, equals, image in pairs:
+        if not name or not equals or not image:
+            raise UsageError("--image wants NAME=IMAGE, as in python:3.12=docker:python:3.12")
+    return {name: image for name, _, image in pairs}
 
 
 async def _drained(service: Leases, signals: asyncio.Queue[signal.Signals], drain_s: float) -> None:

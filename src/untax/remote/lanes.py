@@ -132,6 +132,11 @@ class Lane:
     def received(self) -> int:
         return self._received
 
+    @property
+    def is_untouched(self) -> bool:
+        """Nothing went over it yet, either way."""
+        return self._received == self._sent == 0 and not self._kept
+
     def suspend(self) -> None:
         """There is no connection for now."""
         self._send = None

@@ -135,6 +135,7 @@ class Operations:
         return Outcome(body | {"how": "pristine"}) if handed is before else Outcome(body | {"how": "replaced"}, handed)
 
     async def op_snapshot(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        owner.gate.check_room()
         snapshot = await _box(owner, args).snapshot(live=args.truth("live"))
         if owner.is_over:
             await snapshot.drop()

@@ -58,6 +58,9 @@ class Gate(Protocol):
     def check_snapshot(self, snapshot_id: str) -> None:
         """Raises for one that is somebody else's."""
 
+    def check_room(self) -> None:
+        """Raises when one more snapshot would be too many."""
+
     async def took_snapshot(self, snapshot: Snapshot, *, is_saved: bool) -> None: ...
 
     def dropped_snapshot(self, snapshot_id: str) -> None: ...
@@ -78,6 +81,9 @@ class Open:
         pass
 
     def check_snapshot(self, snapshot_id: str) -> None:
+        pass
+
+    def check_room(self) -> None:
         pass
 
     async def took_snapshot(self, snapshot: Snapshot, *, is_saved: bool) -> None:

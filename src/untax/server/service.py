@@ -196,6 +196,8 @@ class Session:
             more = self._on_owner(owner, body)
         except UntaxError as exc:
             self.refuse(request_id, exc)
+            if not is_resumed:
+                service.owners.end(owner, "it was refused")
             return
         self.owner = owner
         substrate = service.engine.substrate

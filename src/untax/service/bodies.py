@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from typing import Any
@@ -10,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from untax.service.errors import Refused
 
+BODY_S = 60.0
+"""For a whole body to come."""
 JSON_MAX = 4 << 20
 """Bytes of a JSON body: many variables and small files. Larger content goes through the file routes."""
 BODY_MAX = 64 << 20
@@ -23,11 +26,14 @@ async def read_body(request: Request, most: int = BODY_MAX) -> bytes:
         raise too_large(most)
     pieces, size = [], 0
     try:
-        async for piece in request.stream():
-            size += len(piece)
-            if size > most:
-                raise too_large(most)
-            pieces.append(piece)
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size > most:
+                    raise too_large(most)
+                pieces.append(piece)
+    except TimeoutError:
+        raise Refused(408, "Timeout", f"the body of this request did not come within {BODY_S:g} s") from None
     except ClientDisconnect:
         raise Refused(400, "Disconnected", "the connection ended before its request did") from None
     return b"".join(pieces)

@@ -46,6 +46,12 @@ class TenantGate:
         if not self._hosting.kept.is_owned(self._tenant, snapshot_id):
             raise UsageError(f"there is no snapshot {snapshot_id[:80]!r}; save() what is to last")
 
+    def check_room(self) -> None:
+        try:
+            self._hosting.kept.check_room(self._tenant)
+        except Refused as exc:
+            raise _told(exc) from exc
+
     async def took_snapshot(self, snapshot: Snapshot, *, is_saved: bool) -> None:
         await self._hosting.kept.own(self._tenant, snapshot, save=is_saved)
 

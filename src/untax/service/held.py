@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from untax.channel import wire
 from untax.channel.handover import Resumed
 from untax.channel.stream import SocketStream
-from untax.core.errors import BackendError, ProtocolError, UntaxError, UsageError
+from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.remote import websocket
 from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, Lane, Send, read_ack
 from untax.remote.messages import Body, decode, encode
@@ -140,6 +140,16 @@ class Carrier:
         else:
             self._stream.resume_reading()
 
+    def forsake(self) -> None:
+        """The client does not know it. One that nothing went over is in an answer that was lost, and will be asked for again."""
+        if not self.lane.is_untouched:
+            self.lane.close()
+            return
+        cast("dict[int, Carrier]", self._owner.carriers).pop(self.lane.number, None)
+        if self._served is not None:
+            self._served.end()
+        self._stream.detach().close()  # our copy only; the box keeps its own
+
     def cell_ended(self) -> None:
         """What it said last goes first."""
         self._later(self._finish())
@@ -178,6 +188,7 @@ class HeldConnection(asyncio.Protocol):
 
     def __init__(self, hosting: Hosting, tenant: Tenant, transport: asyncio.Transport) -> None:
         self._hosting = hosting
+        self._hosting.connections[tenant.name] += 1
         self._tenant = tenant
         self._transport = transport
         self._parser = websocket.Parser(is_client=False, most=GREETING_MAX)
@@ -194,6 +205,11 @@ class HeldConnection(asyncio.Protocol):
     def _known(self, owner: Owner, greeting: Body) -> Body:
         """Whose connection it is: a new owner gets this tenant's gate, an earlier one must have it, and goes on with its lanes."""
         if isinstance(owner.gate, Open):
+            mine = sum(one.gate.name == self._tenant.name for one in self._hosting.owners.owners)
+            if mine >= self._tenant.allowance.connections:
+                raise PoolTimeout(
+                    f"{mine} clients of {self._tenant.name} hold a connection, or may come back to theirs: close some of them"
+                )
             owner.gate = TenantGate(self._hosting, self._tenant)
         if owner.gate.name != self._tenant.name:
             raise UsageError("the secret does not fit the owner")
@@ -214,7 +230,7 @@ class HeldConnection(asyncio.Protocol):
                     carrier.lane.resume(self._put, at)
                     carrier.stall(is_stalled=False)
                 else:
-                    carrier.lane.close()
+                    carrier.forsake()
             except ProtocolError as exc:
                 log.warning("a channel of %s ended: %s", self._tenant.name, exc)
                 carrier.lane.close()
@@ -322,6 +338,7 @@ class HeldConnection(asyncio.Protocol):
         if self._is_closed:
             return
         self._is_closed = True
+        self._hosting.connections[self._tenant.name] -= 1
         self._late.cancel()
         for carrier in self._carriers.values():
             carrier.lane.suspend()
@@ -352,6 +369,10 @@ def take_over(hosting: Hosting, transport: asyncio.Transport, path: str, headers
     named = dict(headers)
     try:
         tenant = authenticate(hosting.tenants, headers)
+        if hosting.connections[tenant.name] >= tenant.allowance.connections:
+            raise Refused(
+                429, "TooMany", f"{tenant.name} holds {tenant.allowance.connections} connections: close some of them", retry_after_s=1.0
+            )
         if hosting.is_draining:
             raise Refused(503, "PoolClosed", "the server is stopping", retry_after_s=1.0)
         key = named.get(b"sec-websocket-key", b"")

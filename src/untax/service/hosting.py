@@ -54,6 +54,8 @@ class Holding:
         """Wall-clock seconds, for people; the deadline itself is the loop's clock."""
         self.on_end: list[Callable[[], object]] = []
         """Called once when it is over, whoever ended it."""
+        self.on_deadline: Callable[[], object] | None = None
+        """Called at its deadline instead of ending it: for dialects in which a lease may pause then."""
         self.ending: asyncio.Task[None] | None = None
         self.timer: asyncio.TimerHandle | None = None
 
@@ -107,6 +109,8 @@ class Hosting:
         self.counters: Counter[tuple[str, ...]] = Counter()
         """Events since the start, by what they are; `/metrics` shows them."""
         self.observed = Observed()
+        self.connections: Counter[str] = Counter()
+        """That clients hold, by tenant."""
         self.watching: Counter[str] = Counter()
         """Pages that are open, by tenant."""
         self.kept = Kept(engine)
@@ -187,6 +191,9 @@ class Hosting:
         await self.engine.finish(self._begin_end(holding))
 
     def _expire(self, holding: Holding) -> None:
+        if holding.on_deadline is not None:
+            holding.on_deadline()
+            return
         log.info("lease %s of %s has ended by its time", holding.id, holding.tenant.name)
         self._begin_end(holding)
 

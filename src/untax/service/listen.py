@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from untax.core.errors import BackendError, UsageError
 from untax.service import held
 
-HEAD_S = 10.0
+HEAD_S = 5.0
 """For the head of a request to come, from the connection or the request's first byte on."""
 HEAD_MAX = 64 << 10
 KEEP_ALIVE_S = 75.0

@@ -8,6 +8,8 @@ a table for each tenant:
     leases = 64              # sandboxes held at once
     starting = 16            # of them, those that are not there yet
     actions = 256            # requests at once
+    snapshots = 100
+    connections = 64         # clients that hold one
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Allowance:
     starting: int = 256
     actions: int = 4096
     snapshots: int = 1024
+    connections: int = 1024
+    """Held ones, and clients that may come back to theirs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,6 +10,9 @@ from typing import Any
 from untax.core.errors import UsageError
 from untax.core.substrate import Substrate
 
+HOSTED = {"hosted:e2b": "_hosted_e2b"}
+"""Providers: each wants an account, so they are not among `names()`, which every suite goes through."""
+
 
 def names() -> tuple[str, ...]:
     """All substrates there are, whether or not this machine can use them."""
@@ -18,9 +21,9 @@ def names() -> tuple[str, ...]:
 
 def load(name: str, **options: Any) -> Substrate:
     """The substrate of that name. An unknown name or option is a `UsageError`, never a default."""
-    if name not in names():
-        raise UsageError(f"there is no substrate {name!r}; there are: {', '.join(names())}")
-    make = importlib.import_module(f"untax.substrates.{name}").make
+    if name not in names() and name not in HOSTED:
+        raise UsageError(f"there is no substrate {name!r}; there are: {', '.join((*names(), *HOSTED))}")
+    make = importlib.import_module(f"untax.substrates.{HOSTED.get(name, name)}").make
     try:
         inspect.signature(make).bind(**options)
     except TypeError as exc:

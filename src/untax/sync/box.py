@@ -167,6 +167,14 @@ class Box:
     def move(self, source: Name, target: Name, *, overwrite: bool = True) -> None:
         self._act(actions.move(source, target, overwrite=overwrite), "move")
 
+    def mark(
+        self, path: Name, *, uid: int | None = None, gid: int | None = None, prefix: str = "", attributes: Mapping[str, str] | None = None
+    ) -> None:
+        self._act(actions.mark(path, uid=uid, gid=gid, prefix=prefix, attributes=attributes), "mark")
+
+    def marks(self, paths: Sequence[Name], prefix: str) -> list_[dict[str, str]]:
+        return self._act(actions.marks(paths, prefix), "marks")
+
     def upload(self, local: Name, remote: Name, *, timeout_s: float | None = TIMEOUT_S) -> TreeSize:
         return self._measured(
             "upload",

@@ -120,6 +120,10 @@ class Process:
     def resize(self, rows: int, cols: int) -> None:
         self._box._act(actions.resize(self.pid, rows, cols), "resize")
 
+    def wait_exit(self) -> None:
+        """Return once it has ended; what it printed is still there to be read."""
+        self._link.wait()
+
     def wait(self) -> CommandResult:
         """How it ended, with the output that was not read before."""
         kept = (bytearray(), bytearray())

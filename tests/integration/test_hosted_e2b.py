@@ -1,0 +1,87 @@
+"""The hosted adapter of E2B with the real SDK, against our own server in the provider's place."""
+
+import asyncio
+import os
+
+import pytest
+from tests import hosted as hosting
+
+import untax
+from untax import substrates
+
+e2b = pytest.importorskip("e2b", reason="e2b: its SDK is not installed; pip install 'untax[test]'")
+
+
+@pytest.fixture(scope="module")
+async def server(tmp_path_factory):
+    async with hosting.hosted(tmp_path_factory.mktemp("hosted")) as served:
+        yield served
+
+
+@pytest.fixture
+def options(server):
+    return {"api_url": server.url, "sandbox_url": server.url, "api_key": server.token, "isolation": "namespace", "creates_per_s": 100.0}
+
+
+async def left(options) -> list[str]:
+    keys = {name: options[name] for name in ("api_url", "api_key")}
+    return [one.sandbox_id for one in await e2b.AsyncSandbox.list(**keys).next_items()]
+
+
+async def test_a_box_of_a_provider_is_a_box(options):
+    """Commands, sessions, files byte for byte and processes go over one held stream."""
+    data = os.urandom(3 << 20)
+    async with untax.Engine("hosted:e2b", **options) as engine, engine.lease() as box:
+        assert (await box.run(["sh", "-c", "printf '\\377\\0x'; exit 3"])).exit_code == 3
+        assert (await box.run(["printf", "\\377\\200"])).stdout == b"\xff\x80"
+        await box.write("big", data)
+        assert await box.read("big") == data
+        async with box.session() as bash:
+            await bash.run("cd /tmp && X=1")
+            assert (await bash.run("pwd; echo $X")).text == "/tmp\n1\n"
+        results = await asyncio.gather(*(box.run(["echo", str(number)]) for number in range(20)))
+        assert [one.text for one in results] == [f"{number}\n" for number in range(20)]
+    assert box.ledger.verdict == "trusted"
+    assert await left(options) == []
+
+
+async def test_the_incumbent_path_is_one_call_of_the_sdk(options):
+    async with untax.Engine("hosted:e2b", **options) as engine, engine.lease() as box:
+        done = await box.sandbox.run_incumbent(["sh", "-c", "echo out; echo err >&2; exit 4"], timeout_s=30)
+        assert (done.exit_code, done.stdout, done.stderr) == (4, b"out\n", b"err\n")
+        assert (await box.sandbox.run_incumbent(["sleep", "60"], timeout_s=1)).timed_out
+
+
+async def test_a_sandbox_that_the_provider_ends_is_lost(options):
+    async with untax.Engine("hosted:e2b", **options) as engine, engine.lease() as box:
+        await e2b.AsyncSandbox.kill(box.id.removeprefix("e2b-"), api_url=options["api_url"], api_key=options["api_key"])
+        with pytest.raises(untax.SandboxLost):
+            await box.run(["true"])
+    assert box.ledger.verdict == "infra"
+
+
+async def test_what_a_dead_engine_left_is_removed_and_what_a_living_one_has_is_not(options):
+    keys = {name: options[name] for name in ("api_url", "sandbox_url", "api_key")}
+    substrate = substrates.load("hosted:e2b", **options)
+    dead = await e2b.AsyncSandbox.create(
+        "base", metadata={"untax-owner": substrate._owner, "untax-pid": "4194304", "untax-since": "1"}, **keys
+    )
+    foreign = await e2b.AsyncSandbox.create("base", metadata={"mine": "1"}, **keys)
+    async with untax.Engine("hosted:e2b", **options) as first, first.lease() as box:
+        async with untax.Engine("hosted:e2b", **options):
+            pass
+        assert (await box.run(["true"])).exit_code == 0
+        assert not await dead.is_running()
+        assert await foreign.is_running()
+    await foreign.kill()
+
+
+async def test_without_a_key_it_says_so(monkeypatch):
+    monkeypatch.delenv("E2B_API_KEY", raising=False)
+    with pytest.raises(untax.SubstrateUnavailable, match="E2B_API_KEY"):
+        await untax.Engine("hosted:e2b").start()
+
+
+async def test_a_key_that_the_provider_does_not_know_is_said(options):
+    with pytest.raises(untax.SubstrateUnavailable, match="does not know the key"):
+        await untax.Engine("hosted:e2b", **{**options, "api_key": "e2b_" + "0" * 40}).start()

@@ -1,0 +1,87 @@
+"""The register of templates, and what the steps of a build come down to."""
+
+import pytest
+
+from untax.core.errors import UsageError
+from untax.service.admission import Admission
+from untax.service.e2b.builds import Position, checked_steps
+from untax.service.e2b.templates import Templates
+from untax.service.errors import Refused
+
+
+def register(tmp_path, **options) -> Templates:
+    return Templates(
+        tmp_path / "e2b" / "templates.json",
+        "host",
+        {"python:3.12": "docker:python:3.12"},
+        Admission(("host", "registry:*")).check,
+        **options,
+    )
+
+
+def test_a_template_is_found_once_it_is_built_and_by_its_tenant_only(tmp_path):
+    templates = register(tmp_path)
+    template, build = templates.request("alice", {"name": "mine:v1", "tags": ["v2"]})
+    with pytest.raises(Refused):
+        templates.ready("alice", "mine")
+    templates.finished(template, build)
+    assert templates.ready("alice", "mine")[1] is build
+    assert templates.ready("alice", "mine:v2")[1] is build
+    for tenant, name in (("bob", "mine"), ("bob", template.id), ("alice", "mine:v3"), ("alice", "other")):
+        with pytest.raises(Refused) as refused:
+            templates.ready(tenant, name)
+        assert refused.value.status == 404
+
+
+def test_the_register_outlives_the_server(tmp_path):
+    templates = register(tmp_path)
+    template, build = templates.request("alice", {"name": "mine"})
+    build.env, build.snapshot = {"A": "b"}, "snap-0"
+    templates.finished(template, build)
+    again = register(tmp_path)
+    again.load()
+    assert again.ready("alice", "mine")[1].env == {"A": "b"}
+    assert again.remove(again.find("alice", "mine")) == ["snap-0"]
+
+
+def test_an_image_is_the_operators_to_allow(tmp_path):
+    templates = register(tmp_path)
+    assert templates.image_for("python:3.12") == "docker:python:3.12"
+    assert templates.image_for("e2bdev/base:latest") == "host"
+    assert templates.image_for("node:22") == "registry:node:22"
+    for name in ("dir:/etc", "docker:secret", "--privileged", "a\nb", "", "debian:bookworm"):
+        with pytest.raises((Refused, UsageError)):
+            templates.image_for(name)
+
+
+@pytest.mark.parametrize("name", ["", "--privileged", "a b", "base", "$(id)", "a\n", "x" * 200])
+def test_a_name_that_is_none_is_refused(tmp_path, name):
+    with pytest.raises(UsageError):
+        register(tmp_path).request("alice", {"name": name})
+
+
+def test_a_step_changes_the_key_and_what_follows_begins_with():
+    start = Position("image:host")
+    env = start.after({"type": "ENV", "args": ["A", "1"], "filesHash": None})
+    run = env.after({"type": "RUN", "args": ["make"], "filesHash": None})
+    assert (env.env, run.env) == ({"A": "1"}, {"A": "1"})
+    assert len({start.key, env.key, run.key, start.after({"type": "RUN", "args": ["make"], "filesHash": None}).key}) == 4
+    work = run.after({"type": "WORKDIR", "args": ["src"], "filesHash": None})
+    assert (work.cwd, work.after({"type": "USER", "args": ["root"], "filesHash": None}).home) == ("/home/user/src", "/root")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "RUN",
+        [{}],
+        [{"type": "EXEC", "args": ["x"]}],
+        [{"type": "RUN"}],
+        [{"type": "COPY", "args": ["a", "b"], "filesHash": "../x"}],
+        [{"type": "ENV", "args": ["A=B", "c"]}],
+        [{"type": "RUN", "args": [1]}],
+    ],
+)
+def test_steps_that_are_none_are_refused(steps):
+    with pytest.raises(UsageError):
+        checked_steps(steps)

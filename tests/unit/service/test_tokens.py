@@ -1,0 +1,94 @@
+"""Who may use the service: token files, keys, addresses, and the bodies that are read."""
+
+import os
+
+import pytest
+
+pytest.importorskip("starlette")
+
+import untax
+from untax.service.admission import Admission
+from untax.service.auth import token_in
+from untax.service.bodies import parse_json
+from untax.service.errors import Refused
+from untax.service.keys import new_key, own_key, read_secret
+from untax.service.tenants import ANYBODY, digest, read_tenants
+
+TOKEN = "a-token-0123456789"
+
+
+def test_one_token_is_one_tenant():
+    tenants = read_tenants(f"# mine\n{TOKEN}\n")
+    assert tenants.find(TOKEN).name == "default"
+    for wrong in (None, "", TOKEN + " ", TOKEN[:-1], TOKEN.upper(), "x" * 600):
+        assert tenants.find(wrong) is None
+
+
+def test_tables_give_tenants_their_limits_and_may_hold_hashes_only():
+    tenants = read_tenants(f'[tenant.a]\ntoken = "{TOKEN}"\nleases = 3\n[tenant.b]\ntoken_sha256 = "{digest("b" * 20).hex()}"\n')
+    assert tenants.find(TOKEN).allowance.leases == 3 and tenants.find("b" * 20).name == "b"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "short", f"{TOKEN}\n{TOKEN}x", "[tenant.a]", f'[tenant.a]\ntoken = "{TOKEN}"\nleases = 0', f'[tenant.a]\ntoken = "{TOKEN}"\nnonsense = 1',
+     f'[tenant."a/b"]\ntoken = "{TOKEN}"', '[tenant.a]\ntoken_sha256 = "00"', f'[other]\ntoken = "{TOKEN}"'],
+)  # fmt: skip
+def test_a_token_file_that_is_none_is_refused_without_showing_it(text):
+    with pytest.raises(untax.UsageError) as told:
+        read_tenants(text)
+    assert TOKEN not in str(told.value)
+
+
+def test_any_key_is_anybody():
+    tenants = read_tenants(TOKEN, any_key=True)
+    assert tenants.find("whatever") is ANYBODY and tenants.find(TOKEN).name == "default" and tenants.find("") is None
+
+
+def test_a_key_is_made_once_and_only_for_its_owner(tmp_path):
+    path = tmp_path / "state" / "api-key"
+    key = own_key(path)
+    assert own_key(path) == key and path.stat().st_mode & 0o777 == 0o600
+    assert len(key) == 44 and key.startswith("e2b_") and int(key[4:], 16) >= 0 and new_key() != key
+    path.chmod(0o640)
+    with pytest.raises(untax.UsageError, match="chmod 600"):
+        read_secret(path)
+    path.unlink()
+    os.symlink("/etc/shadow", path)
+    with pytest.raises(untax.UsageError):
+        own_key(tmp_path / "state")
+
+
+@pytest.mark.parametrize(
+    ("headers", "token"),
+    [
+        ([(b"authorization", b"Bearer t")], "t"), ([(b"authorization", b"bearer t")], "t"), ([(b"x-api-key", b"t")], "t"),
+        ([(b"authorization", b"Bearer t"), (b"x-api-key", b"t")], "t"), ([(b"authorization", b"Bearer t"), (b"x-api-key", b"u")], None),
+        ([(b"authorization", b"Basic t")], None), ([], None), ([(b"x-api-key", b"")], None),
+    ],
+)  # fmt: skip
+def test_a_token_is_read_from_one_place(headers, token):
+    assert token_in(headers) == token
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[]", b"{", b'{"a":1,"a":1}', b'{"a":NaN}', b'{"a":1e999}', b'{"a":' + b"1" * 30 + b"}", b"[" * 100_000, b'{"a":"\\ud800"}', b"\xff"],
+)
+def test_json_that_means_nothing_is_refused(data):
+    with pytest.raises(Refused) as told:
+        parse_json(data)
+    assert told.value.status == 400
+
+
+def test_json_is_read():
+    assert parse_json(b'{"a": [1, 2.5, "\\u00e9", null, true]}') == {"a": [1, 2.5, "é", None, True]} and parse_json(b" ") == {}
+
+
+def test_images_and_repositories_are_the_operators_to_allow():
+    admission = Admission(("host", "registry:*"), ("https://git.example.org/*",))
+    admission.check(untax.EnvSpec(image="registry:x", repo=untax.Repo("https://git.example.org/a", "c")))
+    for spec in (untax.EnvSpec(image="dir:/"), untax.EnvSpec(repo=untax.Repo("https://git.example.org.evil/a", "c"))):
+        with pytest.raises(Refused) as told:
+            admission.check(spec)
+        assert told.value.status == 403
