@@ -19,9 +19,12 @@ from untax.substrates._gvisor_groups import Group
 
 log = logging.getLogger("untax.gvisor")
 
-_ROOM = 256 << 20  # while the largest process is found and ended; a gibibyte is filled in a second
-_PAUSE_S = 0.1  # between two attempts to have it back: the dead give their memory up in their own time
-_ATTEMPTS = 50
+# While the largest process is found and ended, whoever asks for memory gets it in small pieces: the kernel inside needs some to do so, and on a
+# busy machine it takes half a second, in which a process that is not held up fills a gibibyte.
+_ROOM, _FIRST, _PIECE = 1 << 30, 192 << 20, 64 << 20
+_PAUSE_S = 0.05  # between two pieces, and between two attempts to have them back: the dead give their memory up in their own time
+_ATTEMPTS = 100
+_AGAIN = 20  # attempts until the next largest process follows
 _TAKEN = ("anon", "shmem", "slab")  # of memory.stat: what no writing back would free
 
 
@@ -79,28 +82,40 @@ class MemoryGuard:
                 os.eventfd_read(self._fd)
         if self._making_room is None:
             self._making_room = asyncio.ensure_future(self._make_room())
-        elif not self._is_unified:
-            self._end()  # the room is gone as well
 
     def _taken(self) -> int:
         lines = (line.split() for line in (self._path / "memory.stat").read_text().splitlines())
         return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in _TAKEN)
 
     async def _make_room(self) -> None:
+        shedding = asyncio.ensure_future(self._shed())
+        given = 0
         try:
-            if not self._is_unified:
-                self._group.allow(self._limit + _ROOM)
-            await self._shed()
-            for _ in range(_ATTEMPTS):
+            for attempt in range(1, _ATTEMPTS + 1):
+                if self._is_stuck():
+                    given += _PIECE if given else _FIRST
+                    if given > _ROOM:
+                        break
+                    self._group.allow(self._limit + given)
                 await asyncio.sleep(_PAUSE_S)  # the kernel tells nobody when memory comes back
-                if self._has_room_back():
+                if not shedding.done():
+                    continue
+                shedding.result()
+                if self._has_room_back() and not self._is_stuck():
                     return
+                if attempt % _AGAIN == 0:
+                    shedding = asyncio.ensure_future(self._shed())
             self._end()
         except (OSError, UntaxError) as exc:
             log.debug("no room could be made: %s", exc)
             self._end()
         finally:
+            shedding.cancel()
             self._making_room = None
+
+    def _is_stuck(self) -> bool:
+        """Whether somebody waits for memory. Looked at, because one who waits again is not always told of."""
+        return not self._is_unified and "under_oom 1" in (self._path / "memory.oom_control").read_text()
 
     def _has_room_back(self) -> bool:
         if self._is_unified:
