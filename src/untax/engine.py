@@ -13,7 +13,7 @@ import os
 import secrets
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
 from untax import substrates
 from untax.channel.client import Channel
@@ -57,7 +57,7 @@ _DEADLINE_GRACE_S = 0.1
 
 
 class Engine(Leasing):
-    """Leases sandboxes on one substrate. `async with`, or `start()` and `aclose()`.
+    """Leases sandboxes on one substrate, or with `"auto"` on the one that suits each spec. `async with`, or `start()` and `aclose()`.
 
     `limits="strict"` refuses a sandbox one of whose limits this host cannot enforce; otherwise it is said once and marked
     in the ledger. Layers are kept below `state_dir`, up to `store_budget_mib` beside what is in use; `setup_network` is the
@@ -65,6 +65,14 @@ class Engine(Leasing):
     """
 
     box_class: type[Tenancy] = Tenancy
+
+    def __new__(cls, substrate: str | Substrate = "namespace", **options: Any) -> Self:
+        del options
+        if cls is Engine and isinstance(substrate, str) and substrate == "auto":
+            from untax.auto import AutoEngine
+
+            return cast("Self", object.__new__(AutoEngine))
+        return object.__new__(cls)
 
     def __init__(
         self,

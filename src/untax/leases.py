@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from untax.channel.egress import Policy
 from untax.core.errors import UsageError
@@ -76,10 +76,17 @@ class Offer(Protocol):
     def isolation(self) -> str: ...
 
 
+@runtime_checkable
+class Choosing(Protocol):
+    """One that stands for several: without a spec its strongest boundary would be paid for by who asked for none."""
+
+    def default_spec(self) -> EnvSpec: ...
+
+
 def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
     """Everything that can be checked is, before anything is made."""
     if spec is None:
-        spec = EnvSpec(isolation=substrate.isolation)
+        spec = substrate.default_spec() if isinstance(substrate, Choosing) else EnvSpec(isolation=substrate.isolation)
     elif not isinstance(spec, EnvSpec):
         raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
     if not is_as_strong(substrate.isolation, as_required=spec.isolation):

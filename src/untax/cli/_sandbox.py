@@ -10,12 +10,18 @@ import untax
 from untax import substrates
 from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS
+from untax.leases import Choosing
 from untax.leasing import Leasing
 
 
 def add_sandbox_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the sandbox")
-    group.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how it is run (default: %(default)s)")
+    group.add_argument(
+        "--substrate",
+        default="namespace",
+        choices=(*substrates.names(), "auto"),
+        help="how it is run; auto: whatever suits best here (default: %(default)s)",
+    )
     group.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="an option of the substrate's own, as engine=podman; repeatable"
     )
@@ -53,8 +59,13 @@ def spec_of(arguments: argparse.Namespace, engine: Leasing) -> untax.EnvSpec:
         user=arguments.user,
         limits=untax.Limits(**given),
         network=_network(arguments.network),
-        isolation=arguments.isolation or engine.offer.isolation,
+        isolation=arguments.isolation or _own_isolation(engine),
     )
+
+
+def _own_isolation(engine: Leasing) -> str:
+    """What is meant where nothing is said: the substrate's own, and with several to choose from what a spec has by itself."""
+    return engine.offer.default_spec().isolation if isinstance(engine.offer, Choosing) else engine.offer.isolation
 
 
 def engine_of(arguments: argparse.Namespace) -> Leasing:

@@ -23,15 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import untax
-from untax import substrates
+from untax import auto, substrates
 from untax.cli import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
 from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
-from untax.core.substrate import Importing, Reluctant
+from untax.core.substrate import Fastidious, Importing, Reluctant
 from untax.meter import plan as plans
+from untax.meter import profile
 from untax.meter import run as runs
 from untax.meter import summary as summaries
+from untax.meter.gather import gather
 from untax.meter.plan import Plan
 from untax.meter.record import Run
 from untax.rollout import workload as workloads
@@ -231,7 +233,7 @@ def _usable() -> list[str]:
         reason = substrate.unavailable_reason()
         if reason is None and isinstance(substrate, Reluctant) and substrate.is_slow_to_try:
             reason = f"it would be emulated here, which is measured on request only: --substrate {name}"
-        if reason is None and not getattr(substrate, "has_host_image", True):
+        if reason is None and isinstance(substrate, Fastidious) and substrate.image_trouble(_HOST):
             reason = "it has no image 'host', which all are timed on"
         if reason is None:
             usable.append(name)
@@ -299,6 +301,7 @@ def _conclude(arguments: argparse.Namespace, out: Path) -> int:
         parquet.write(records, out / "records.parquet")
         files.append(out / "records.parquet")
     summary = summaries.summarise(records)
+    _keep_costs(arguments, records)
     page = None if arguments.no_report else _report(records, out)
     if arguments.json:
         document = {"untax_bench": 2, "records": str(records), "report": str(page) if page else None, **summaries.as_json(summary)}
@@ -310,6 +313,16 @@ def _conclude(arguments: argparse.Namespace, out: Path) -> int:
         if page is not None:
             print(f"report: {page}")
     return EXIT_INFRASTRUCTURE if any(row.failed for row in summary.rows.values()) or not summary.rows else 0
+
+
+def _keep_costs(arguments: argparse.Namespace, records: Path) -> None:
+    """For engines that choose among substrates. Its failure loses no record."""
+    levels = {name: substrates.load(name).isolation for name in substrates.names()}
+    try:
+        found = profile.expected(profile.profiles(gather(records), levels))
+        auto.keep_measured(chosen_state_dir(arguments.state_dir), found)
+    except (UntaxError, OSError) as exc:
+        print(f"untax: costs for Engine('auto') were not kept: {one_line(str(exc))}", file=sys.stderr)
 
 
 def _report(records: Path, out: Path) -> Path | None:

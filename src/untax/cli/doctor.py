@@ -16,12 +16,14 @@ from typing import Any
 
 import untax
 from untax import substrates
+from untax.auto import Candidates
 from untax.cli import EXIT_NO
 from untax.cli._terminal import one_line
-from untax.core.errors import UntaxError
-from untax.core.spec import EnvSpec
-from untax.core.substrate import Diagnosing, Reluctant, said_together
+from untax.core.errors import UntaxError, UsageError
+from untax.core.spec import ISOLATION_LEVELS, EnvSpec
+from untax.core.substrate import Diagnosing, Fastidious, Reluctant, said_together
 from untax.meter import host
+from untax.pool.choice import ACTIONS
 from untax.substrates._host import chosen_state_dir
 
 # A sandbox takes milliseconds; the first one of a state directory makes its images as well.
@@ -39,10 +41,11 @@ def carry_out(arguments: argparse.Namespace) -> int:
         logging.getLogger("untax").setLevel(logging.ERROR)  # what is not enforced is said below, as evidence
     found = [_examined(name, state_dir) for name in substrates.names()]
     findings = host.findings(state_dir)
+    chosen = _chosen(found, state_dir)
     if arguments.json:
-        print(json.dumps({"untax_doctor": 1, "substrates": found, "host": host.as_json(findings), "facts": host.facts()}))
+        print(json.dumps({"untax_doctor": 1, "substrates": found, "auto": chosen, "host": host.as_json(findings), "facts": host.facts()}))
     else:
-        _show(found, findings)
+        _show(found, chosen, findings)
     return 0 if any(one["usable"] and one["isolation"] != "none" for one in found) else EXIT_NO
 
 
@@ -50,7 +53,7 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
     substrate = substrates.load(name)
     reason = substrate.unavailable_reason()
     evidence = list(substrate.evidence()) if isinstance(substrate, Diagnosing) else []
-    if reason is None and not getattr(substrate, "has_host_image", True):
+    if reason is None and isinstance(substrate, Fastidious) and substrate.image_trouble("host"):
         evidence.append("not tried: it has no image of its own to try with; name one: Engine(…).lease(EnvSpec(image=…))")
     elif reason is None:
         is_slow = isinstance(substrate, Reluctant) and substrate.is_slow_to_try
@@ -93,7 +96,24 @@ def _empty(scratch: str) -> Path:
     return place
 
 
-def _show(found: list[dict[str, Any]], findings: list[host.Finding]) -> None:
+def _chosen(found: list[dict[str, Any]], state_dir: Path) -> dict[str, str]:
+    """What `Engine("auto")` would use for each isolation that a spec with the host's software may ask for, and why."""
+    candidates = Candidates(str(state_dir), {}, ACTIONS)
+    for one in found:
+        if one["usable"]:
+            candidates.look_at(one["name"])
+        else:
+            candidates.leave_out(one["name"], one["reason"])
+    chosen = {}
+    for level in ISOLATION_LEVELS:
+        try:
+            chosen[level] = candidates.choose(EnvSpec(isolation=level)).reason
+        except UsageError as exc:
+            chosen[level] = f"nothing: {exc}"
+    return chosen
+
+
+def _show(found: list[dict[str, Any]], chosen: dict[str, str], findings: list[host.Finding]) -> None:
     print("Substrates")
     for one in found:
         print(f"  {'ok  ' if one['usable'] else 'NO  '}  {one['name']:<12} isolation: {one['isolation']}")
@@ -101,6 +121,9 @@ def _show(found: list[dict[str, Any]], findings: list[host.Finding]) -> None:
             print(f"          {one_line(one['reason'])}")
         for line in one["evidence"]:
             print(f"          {one_line(line)}")
+    print("Engine('auto')")
+    for level, reason in chosen.items():
+        print(f"  {level:<10}  {one_line(reason)}")
     print("This machine")
     for finding in findings:
         print(f"  {_MARKS[finding.status]}  {finding.name}: {one_line(finding.found)}")

@@ -91,6 +91,8 @@ class Ledger:
         """The stages that the lease needed in place, lowest first; empty for what a pool does not serve."""
         self.hit: Hit | None = None
         """How the pool served it; None for what a pool does not serve (forks, restored snapshots, builds)."""
+        self.choice = ""
+        """Why this substrate, where the engine chose among several."""
         self._clock = clock
         self._start_ns = start_ns
         self._held_from_ns: int | None = None
@@ -238,6 +240,7 @@ class Ledger:
                 "rollout": self.rollout,
                 "substrate": self.substrate,
                 "isolation": self.isolation,
+                **({"choice": self.choice} if self.choice else {}),
                 "sandboxes": self.sandboxes,
                 "verdict": self.verdict,
                 "reasons": self._reasons,
@@ -270,6 +273,8 @@ class Ledger:
         numbers = self.metrics()
         because = f" ({self.reason})" if self.reason else ""
         yield f"rollout {self.rollout} on {self.substrate}: {self.verdict}{because}"
+        if self.choice:
+            yield f"  chosen: {self.choice}"
         for name in (*PARTS, "holder", "unattributed"):
             seconds = numbers[f"{name}_s"]
             if seconds > 0:

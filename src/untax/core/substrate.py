@@ -274,6 +274,32 @@ class Reluctant(Protocol):
 
 
 @runtime_checkable
+class Fastidious(Protocol):
+    """A substrate that has only images of some kinds, and can say so by a name alone."""
+
+    def image_trouble(self, image: str) -> str | None:
+        """Why a sandbox of it can never stand on the image of that name, with the remedy; None when it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """What a substrate costs where nothing was measured: of the right order, and no more."""
+
+    start_s: float
+    """Until a command can run, cold, its image in place."""
+    action_s: float
+    """Added to every action over the held channel."""
+
+
+@runtime_checkable
+class Priced(Protocol):
+    """A substrate that says what it typically costs, for a choice between several. One that does not is judged by its isolation."""
+
+    @property
+    def typical(self) -> Typical: ...
+
+
+@runtime_checkable
 class Seeing(Protocol):
     """A substrate whose commands may see the files of the machine that untax runs on, by the same paths.
 

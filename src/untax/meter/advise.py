@@ -17,6 +17,7 @@ from untax.meter import units
 from untax.meter.profile import Profile
 from untax.meter.record import HELD
 from untax.meter.stats import Interval
+from untax.pool.choice import rollout_s
 from untax.pool.sizing import Demand, hit_rate
 
 By = Literal["cost", "time"]
@@ -127,28 +128,6 @@ def advise(profiles: Sequence[Profile], rollouts: Rollouts, *, by: By = "cost") 
     return Advice(by, tuple(options), tuple(_reasons(options, rollouts, by)), tuple(_break_evens(allowed, rollouts)), left_out)
 
 
-def by_isolation(usable: Mapping[str, str], asked: str) -> list[str]:
-    """Without measurements: the usable substrates (name to isolation) that are strong enough, the weakest of them first.
-
-    A boundary is taken to cost more the stronger it is, which every measurement so far has shown; a run of `untax bench` knows better.
-    """
-    found = [name for name, level in usable.items() if is_as_strong(level, as_required=asked)]
-    return sorted(found, key=lambda name: (ISOLATION_LEVELS.index(usable[name]), name))
-
-
-def pick(profiles: Sequence[Profile], usable: Mapping[str, str], rollouts: Rollouts) -> str:
-    """The substrate to use: the best by measured time of those that are usable, or else by isolation alone. `UsageError` when none is strong enough."""
-    measured = [one for one in profiles if usable.get(one.substrate) == one.isolation and one.path == "channel"]
-    if any(is_as_strong(one.isolation, as_required=rollouts.isolation) for one in measured):
-        return advise(measured, rollouts, by="time").best.profile.substrate
-    if found := by_isolation(usable, rollouts.isolation):
-        return found[0]
-    there = ", ".join(f"{name} ({level})" for name, level in usable.items()) or "none"
-    raise UsageError(
-        f"no usable substrate has isolation {rollouts.isolation!r} or stronger; there is {there}; `untax doctor` says what others lack"
-    )
-
-
 # ---- options ----
 
 
@@ -163,8 +142,14 @@ def _option(profile: Profile, rollouts: Rollouts, pool: int) -> Option:
     warm_s = _warm_s(profile)
     hits = _hits(profile, rollouts, pool) if pool else 0.0
     end_s = hits * (profile.warm_end_s if profile.warm_end_s is not None else profile.end_s) + (1 - hits) * profile.end_s
-    work_s = rollouts.length * profile.action_s(rollouts.mix)
-    seconds = hits * warm_s + (1 - hits) * cold_s + work_s + rollouts.resets * profile.replacement_s + end_s
+    seconds = rollout_s(
+        start_s=hits * warm_s + (1 - hits) * cold_s,
+        action_s=profile.action_s(rollouts.mix),
+        actions=rollouts.length,
+        end_s=end_s,
+        resets=rollouts.resets,
+        replacement_s=profile.replacement_s,
+    )
     paid_s = seconds / (1 - profile.failed_share)
     idle_s = pool * rollouts.idle_share * paid_s / rollouts.parallel
     own_s = rollouts.length * profile.own(rollouts.mix)

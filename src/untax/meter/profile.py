@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from untax.meter import project
 from untax.meter.gather import Gathered, Samples, Series
 from untax.meter.knee import loads
 from untax.meter.stats import Interval
+from untax.pool.choice import Expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,11 @@ def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = Non
         if samples.ran_as == series.substrate:  # under another name it has neither this one's boundary nor its speed
             found.append(_profile(run, series, samples, isolation[series.substrate], knees.get(series)))
     return found
+
+
+def expected(found: Iterable[Profile]) -> list[Expected]:
+    """What `Engine("auto")` chooses by: the held channel's costs beside the agent's own commands."""
+    return [Expected(one.substrate, one.isolation, one.start_s, one.way_s, one.end_s, "measured") for one in found if one.path == "channel"]
 
 
 def _profile(run: Gathered, series: Series, samples: Samples, isolation: str, knee: int | None) -> Profile:

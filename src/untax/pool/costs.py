@@ -35,6 +35,10 @@ class Costs:
     def of(self, operation: Operation) -> float:
         return self._by_name.get(operation, _GUESSES[operation])
 
+    def known(self, operation: Operation) -> float | None:
+        """As `of`, and None instead of a guess."""
+        return self._by_name.get(operation)
+
     def of_stage(self, stage: Stage) -> float:
         """Of putting this rung in place over the one below it."""
         known = self._by_key.get(stage.key)

@@ -51,19 +51,19 @@ class Wishes:
     template: Mapping[str, Any] = field(default_factory=dict)
 
 
-def image_of(spec: EnvSpec) -> str:
+def image_of(name: str) -> str:
     """The reference that a node pulls; `UsageError` for what only this machine has."""
-    image = spec.image.removeprefix("registry:")
+    image = name.removeprefix("registry:")
     if image == "host":
         raise UsageError(
             "image 'host': a node of the cluster does not have this machine's files; name an image of a registry, for example EnvSpec(image='registry:host/name:tag')"
         )
-    if image == spec.image and image.partition(":")[0] in _SCHEMES and ":" in image:
+    if image == name and image.partition(":")[0] in _SCHEMES and ":" in image:
         raise UsageError(
-            f"image {spec.image[:80]!r} is made on this machine, and nodes pull from a registry: push it there and write 'registry:host/name:tag'"
+            f"image {name[:80]!r} is made on this machine, and nodes pull from a registry: push it there and write 'registry:host/name:tag'"
         )
     if not _REFERENCE.fullmatch(image) or "://" in image:
-        raise UsageError(f"image {spec.image[:80]!r} is not the name of an image in a registry: [host/]name[:tag] or name@sha256:…")
+        raise UsageError(f"image {name[:80]!r} is not the name of an image in a registry: [host/]name[:tag] or name@sha256:…")
     return image
 
 
@@ -83,7 +83,7 @@ def manifest(
     spec: EnvSpec, wishes: Wishes, *, name: str, owner: str, config_map: str, owner_reference: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """The pod that `create` posts."""
-    image, uid = image_of(spec), uid_of(spec)
+    image, uid = image_of(spec.image), uid_of(spec)
     pod = merged(_defaults(spec, wishes, image, uid, config_map), wishes.template)
     metadata = pod.setdefault("metadata", {})
     metadata["name"] = name

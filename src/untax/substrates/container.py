@@ -24,7 +24,7 @@ from untax.core.errors import BackendError, CreateError, SubstrateUnavailable, U
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.stage import WORKDIR
-from untax.core.substrate import Unenforced
+from untax.core.substrate import Typical, Unenforced
 from untax.substrates._container_api import EngineApi, EngineKind, Refused, find_socket, socket_trouble
 from untax.substrates._container_body import Wanted, docker_body, podman_body
 from untax.substrates._container_evidence import lines_about
@@ -82,6 +82,7 @@ def make(
 class ContainerSubstrate:
     name = "container"
     isolation = "container"
+    typical = Typical(start_s=0.35, action_s=0.0004)
     builder = "namespace"
     takes: Literal["oci", "squashfs"] = "oci"
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset({"limits"})
@@ -190,7 +191,10 @@ class ContainerSubstrate:
 
     async def _list(self, labels: dict[str, str]) -> list[Any]:
         filters = json.dumps({"label": [f"{name}={value}" for name, value in labels.items()]})
-        return await self.api.ask("GET", "/containers/json", query={"all": "true", "filters": filters}) or []
+        found = await self.api.ask("GET", "/containers/json", query={"all": "true", "filters": filters}) or []
+        if not isinstance(found, list) or not all(isinstance(one, dict) and "Id" in one for one in found):
+            raise Refused(200, "what it answers is no list of containers")
+        return found
 
     async def _remove_all(self, containers: Sequence[str]) -> None:
         for outcome in await asyncio.gather(*(remove_container(self.api, one) for one in containers), return_exceptions=True):

@@ -23,7 +23,7 @@ from untax._remove import remove_tree
 from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.span import now_ns
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec, require_duration, require_text
-from untax.core.substrate import Unenforced
+from untax.core.substrate import Typical, Unenforced
 from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, sweep
 from untax.substrates._kubernetes_access import Access, find_access, missing_reason
 from untax.substrates._kubernetes_api import REQUEST_S, Api, ApiError, path_of
@@ -108,7 +108,7 @@ def make(
 
 class KubernetesSubstrate:
     name = "kubernetes"
-    has_host_image = False
+    typical = Typical(start_s=1.0, action_s=0.001)
 
     def __init__(
         self,
@@ -150,6 +150,13 @@ class KubernetesSubstrate:
             return str(exc)
         except OSError as exc:
             return f"no cluster: the API server {access.server} cannot be reached: {exc.strerror or exc}; check the kubeconfig and the way there"
+        return None
+
+    def image_trouble(self, image: str) -> str | None:
+        try:
+            image_of(image)
+        except UsageError as exc:
+            return str(exc)
         return None
 
     def evidence(self) -> Sequence[str]:
@@ -313,7 +320,7 @@ class KubernetesSubstrate:
     # ---- sandboxes ----
 
     async def create(self, spec: EnvSpec) -> PodSandbox:
-        image_of(spec)
+        image_of(spec.image)
         api, estate = self._api, self._estate
         if api is None or estate is None:
             raise BackendError("", "the kubernetes substrate is not started, or closed")

@@ -23,7 +23,7 @@ from untax.core.errors import BackendError, CreateError, SubstrateUnavailable, U
 from untax.core.root import Root
 from untax.core.spec import EnvSpec
 from untax.core.stage import WORKDIR
-from untax.core.substrate import Unenforced
+from untax.core.substrate import Typical, Unenforced
 from untax.substrates import _launcher as wire
 from untax.substrates._claims import Claim, RangeClaim, disk_image, mkfs_btrfs
 from untax.substrates._host import (
@@ -55,6 +55,7 @@ def make(state_dir: str | None = None, disk: Disk = "auto") -> NamespaceSubstrat
 class NamespaceSubstrate:
     name = "namespace"
     isolation = "namespace"
+    typical = Typical(start_s=0.005, action_s=0.0003)
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk", "user"))
 
     def __init__(self, state_dir: Path, disk: Disk) -> None:

@@ -22,7 +22,7 @@ from untax._remove import remove_tree
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.spec import EnvSpec
-from untax.core.substrate import Facts, Unenforced
+from untax.core.substrate import Facts, Typical, Unenforced
 from untax.substrates._host import (
     Holding,
     cell_missing_reason,
@@ -51,6 +51,7 @@ class ProcessSubstrate:
     name = "process"
     isolation = "none"
     sees_host_files = True
+    typical = Typical(start_s=0.004, action_s=0.0002)
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk"))  # nobody is held to any
 
     def __init__(self, state_dir: Path) -> None:
@@ -61,6 +62,9 @@ class ProcessSubstrate:
         if not sys.platform.startswith("linux"):
             return "needs Linux; connect to a server that runs on it"
         return cell_missing_reason()
+
+    def image_trouble(self, image: str) -> str | None:
+        return None if image == "host" else f"image {image!r}: the process substrate has only the host's own files; {_REMEDY}"
 
     async def start(self) -> None:
         if self._holding is None:
@@ -74,8 +78,8 @@ class ProcessSubstrate:
             await asyncio.to_thread(holding.close)
 
     async def create(self, spec: EnvSpec) -> ProcessSandbox:
-        if spec.image != "host":
-            raise UsageError(f"image {spec.image!r}: the process substrate has only the host's own files; {_REMEDY}")
+        if trouble := self.image_trouble(spec.image):
+            raise UsageError(trouble)
         if spec.user not in (None, _user_name(), str(os.geteuid())):
             raise UsageError(f"user {spec.user!r}: the process substrate runs commands as its caller; {_REMEDY}")
         if self._holding is None:

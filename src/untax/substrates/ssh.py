@@ -203,11 +203,14 @@ class SshSubstrate:
 
     # ---- sandboxes ----
 
+    def image_trouble(self, image: str) -> str | None:
+        if image == "host":
+            return None
+        return f"image {image!r}: a machine behind SSH has its own software; use image='host', or make the machine from that image"
+
     async def create(self, spec: EnvSpec) -> SshSandbox:
-        if spec.image != "host":
-            raise UsageError(
-                f"image {spec.image!r}: a machine behind SSH has its own software; use image='host', or make the machine from that image"
-            )
+        if trouble := self.image_trouble(spec.image):
+            raise UsageError(trouble)
         if self._holding is None:
             raise BackendError("", "the ssh substrate is not started, or closed")
         sandbox_id = f"sbx-{secrets.token_hex(6)}"

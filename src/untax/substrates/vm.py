@@ -27,7 +27,7 @@ from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.stage import WORKDIR
-from untax.core.substrate import Facts, Unenforced
+from untax.core.substrate import Facts, Typical, Unenforced
 from untax.substrates._claims import RangeClaim
 from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, is_host_root, sweep
 from untax.substrates._namespace_sandbox import HOME, facts_of
@@ -91,6 +91,7 @@ def make(
 class VmSubstrate:
     name = "vm"
     isolation = "vm"
+    typical = Typical(start_s=1.0, action_s=0.002)  # restored and emulated, as on a host without KVM
     builder = "namespace"
     takes: Literal["oci", "squashfs"] = "squashfs"
 

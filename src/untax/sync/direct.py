@@ -8,6 +8,7 @@ from builtins import list as list_
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+from untax.auto import AutoEngine
 from untax.box import TIMEOUT_S
 from untax.channel.arguments import Name
 from untax.channel.blocking import BlockingChannel
@@ -100,6 +101,13 @@ class DirectEngine(Threaded, AsyncEngine):
     def fixed(self, spec: EnvSpec) -> tuple[object, ...]:
         # Egress is served by the loop: a socket that was given to the callers' threads cannot serve any.
         return (*super().fixed(spec), spec.network != "none")
+
+
+class DirectAutoEngine(Threaded, AutoEngine):
+    def make(self, name: str) -> AsyncEngine:
+        engine = DirectEngine(name, **self._given, **self._options.get(name, {}))
+        engine.thread, engine.threads = self.thread, self.threads
+        return engine
 
 
 class DirectRemoteBox(RemoteBox):

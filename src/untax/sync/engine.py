@@ -17,7 +17,7 @@ from untax.pool.status import PoolStatus
 from untax.remote.engine import RemoteSubstrate
 from untax.snapshot import Snapshot as AsyncSnapshot
 from untax.sync.box import Box
-from untax.sync.direct import DirectEngine, DirectRemoteEngine
+from untax.sync.direct import DirectAutoEngine, DirectEngine, DirectRemoteEngine
 from untax.sync.loop import Loop
 from untax.sync.snapshot import Snapshot
 
@@ -32,9 +32,9 @@ class Engine:
     """As `untax.Engine`: `with`, or `start()` and `aclose()`."""
 
     def __init__(self, substrate: str | Substrate = "namespace", **options: Any) -> None:
-        self._begin(DirectEngine(substrate, **options))
+        self._begin(DirectAutoEngine(substrate, **options) if substrate == "auto" else DirectEngine(substrate, **options))
 
-    def _begin(self, inner: DirectEngine | DirectRemoteEngine) -> None:
+    def _begin(self, inner: DirectEngine | DirectAutoEngine | DirectRemoteEngine) -> None:
         self._inner = inner
         self._loop: Loop | None = None
 

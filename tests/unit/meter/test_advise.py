@@ -1,4 +1,4 @@
-"""Advice: never a weaker boundary than asked for, pools where they pay, break-even lengths, and a pick for `Engine("auto")`."""
+"""Advice: never a weaker boundary than asked for, pools where they pay and break-even lengths."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from tests import records
 
 from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS, is_as_strong
-from untax.meter.advise import Rollouts, advise, by_isolation, pick
+from untax.meter.advise import Rollouts, advise
 from untax.meter.gather import gather
 from untax.meter.profile import Profile, profiles
 from untax.meter.record import Case
@@ -137,21 +137,3 @@ def test_what_ran_as_something_else_has_no_profile(tmp_path):
             for case in cases for n in range(3)]  # fmt: skip
     run = gather(records.write(tmp_path / "records.jsonl", [records.a_run(), *made]))
     assert [one.name for one in profiles(run, LEVELS)] == ["namespace"]
-
-
-def test_without_measurements_the_weakest_that_will_do_is_first():
-    usable = {"vm": "vm", "process": "none", "container": "container", "gvisor": "gvisor"}
-    assert by_isolation(usable, "container") == ["container", "gvisor", "vm"]
-    assert pick([], usable, Rollouts(isolation="gvisor")) == "gvisor"
-    with pytest.raises(UsageError, match="doctor"):
-        pick([], {"process": "none"}, Rollouts())
-
-
-def test_a_pick_goes_by_measurements_and_only_by_what_is_usable(measured):
-    usable = {name: level for name, level in LEVELS.items() if name != "kubernetes"}
-    assert pick(measured, usable, Rollouts(length=10)) == "namespace"
-    assert pick(measured, usable, Rollouts(isolation="container", length=10)) == "container"
-    assert pick(measured, {"vm": "vm"}, Rollouts()) == "vm"
-    assert (
-        pick(measured, {"namespace": "vm"}, Rollouts(isolation="vm")) == "namespace"
-    )  # measured under another level: its name stands, its profile does not

@@ -100,7 +100,7 @@ def test_a11_a_template_that_would_take_the_boundary_away_is_refused(template):
 )
 def test_a9_an_image_that_no_node_could_pull_is_refused(image):
     with pytest.raises(untax.UsageError, match="image"):
-        image_of(replace(SPEC, image=image))
+        image_of(image)
 
 
 def test_users_are_numbers_and_two_names():
