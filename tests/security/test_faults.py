@@ -168,6 +168,8 @@ async def kill_launcher_at(where: str, state: Path, op: str) -> None:
                 *(asyncio.wait_for(host.call(op, **fields_of(op, name)), 12) for name in names), return_exceptions=True
             )
             outcomes += await asyncio.gather(asyncio.wait_for(host.lease("late"), 12), return_exceptions=True)
+            if not hostview.wait_gone(launcher, 0):
+                await asyncio.sleep(0.1)  # some calls are only made while nothing else is to be done (QUIET_MS of native/launch.c)
         for outcome in outcomes:
             assert outcome is None or (isinstance(outcome, Refused) and set(outcome.families) & INFRASTRUCTURE), outcome
         # strace, which is killed when it waits for a dead tracee, may have said nothing.
