@@ -32,6 +32,7 @@ PROGRAMS = (
     "mixed_load",
     "adaptive",
     "parked_kills",
+    "neighbours",
     "report",
     "trajectory",
     "meter",

@@ -232,6 +232,7 @@ class Engine(Leasing):
             raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}; allow more time, or lighten the machine's load") from None
 
     async def _fulfil(self, request: Request, watch: Stopwatch) -> Tenancy:
+        asked = self.pooling.ask(request) if request.is_plain else None
         ledger = Ledger(
             rollout=secrets.token_hex(8),
             substrate=self.substrate.name,
@@ -244,7 +245,7 @@ class Engine(Leasing):
         try:
             if not request.is_plain:
                 ledger.add("queue", *watch.part())
-            await box.furnish(watch)
+            await box.furnish(watch, asked)
         except BaseException as exc:
             self._boxes.discard(box)
             await self.finish(self.chore(box.abandon()))

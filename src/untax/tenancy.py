@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.layers.merged import Change
     from untax.leases import Request
+    from untax.pooling import Asked
 
 log = logging.getLogger("untax.box")
 
@@ -184,10 +185,10 @@ class Tenancy(Box):
 
     # ---- how it comes to be, for the engine ----
 
-    async def furnish(self, watch: Stopwatch) -> None:
+    async def furnish(self, watch: Stopwatch, asked: Asked | None) -> None:
         """Get a sandbox with everything the lease asked for: from the pool, or made for what is none of a pool's."""
         if self._request.is_plain:
-            await self._engine.pooling.furnish(self, watch)
+            await self._engine.pooling.furnish(self, watch, asked)
         else:
             await self._open(watch)
         self._ledger.held(watch.last_ns)

@@ -15,11 +15,13 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import untax
 from untax import substrates
 from untax.core.errors import UsageError
 from untax.server.service import LEASE_S, Service
+from untax.server.sole import only_server
 from untax.server.unix import UnixListener
 
 log = logging.getLogger("untax.server")
@@ -50,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain < float("inf"):
         raise UsageError(f"--drain must be a number of seconds, not {arguments.drain:g}")
-    ended_by = asyncio.run(_serve(arguments))
+    with only_server(arguments.state_dir, arguments.substrate) as tell:
+        ended_by = asyncio.run(_serve(arguments, tell))
     return 130 if ended_by == signal.SIGINT else 0
 
 
-async def _serve(arguments: argparse.Namespace) -> signal.Signals:
+async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> signal.Signals:
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -72,6 +75,7 @@ async def _serve(arguments: argparse.Namespace) -> signal.Signals:
         listener = UnixListener(service, arguments.socket)
         try:
             listener.start()
+            tell(f"unix:{listener.path}")
             _say_ready(arguments, listener)
             ended_by = await signals.get()
             _notify("STOPPING=1")

@@ -96,14 +96,13 @@ class Operations:
         leases, owner.leases = list(owner.leases.values()), {}
         for box in leases:
             box.ledger.fault(f"the holder of the lease is gone: {reason}")
-        for outcome in await asyncio.gather(*(self._released(box) for box in leases), return_exceptions=True):
+        for outcome in [
+            *await asyncio.gather(*(self._released(box) for box in leases), return_exceptions=True),
+            *await asyncio.gather(*(asyncio.to_thread(pin.close) for pin in owner.pins.values()), return_exceptions=True),
+            *await asyncio.gather(*(one.drop() for one in owner.snapshots.values() if not one.is_saved), return_exceptions=True),
+        ]:
             if isinstance(outcome, BaseException):
                 log.warning("while giving back what an owner held: %s: %s", type(outcome).__name__, outcome)
-        for pin in owner.pins.values():
-            await asyncio.to_thread(pin.close)
-        for snapshot in owner.snapshots.values():
-            if not snapshot.is_saved:
-                await snapshot.drop()
 
     # ---- their boxes ----
 

@@ -272,6 +272,42 @@ async def test_c15_what_a_closed_client_held_is_given_back(fake, tmp_path):
             await engine.acquire()
 
 
+async def test_what_cannot_be_given_back_of_a_dead_owner_keeps_nothing_else(fake, tmp_path, monkeypatch, caplog):
+    """A release, a pin and a snapshot that fail are logged; every other lease, pin and snapshot goes."""
+
+    class Thing:
+        def __init__(self, *, fails):
+            self.is_saved, self.is_gone, self._fails = False, False, fails
+
+        def close(self):
+            self.is_gone = True
+            if self._fails:
+                raise OSError("busy")
+
+        async def drop(self):
+            self.close()
+
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await asyncio.gather(*(engine.acquire() for _ in range(3)))
+        [owner] = service.owners
+        owner.pins = {str(n): Thing(fails=n == 0) for n in range(2)}
+        owner.snapshots = {str(n): Thing(fails=n == 0) for n in range(2)}
+        pins, snapshots = list(owner.pins.values()), list(owner.snapshots.values())
+        first, *_ = owner.leases.values()
+        released = first.release
+
+        async def fails():
+            await released()
+            raise RuntimeError("stuck")
+
+        monkeypatch.setattr(first, "release", fails)
+        service.owners.end(owner, "it is dead")
+        await owner.ended
+        assert not fake.live
+        assert all(thing.is_gone for thing in (*pins, *snapshots))
+    assert [word in caplog.text for word in ("stuck", "busy")] == [True, True]
+
+
 async def test_an_owner_must_know_its_secret(fake, tmp_path):
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine, engine.lease():
         with pytest.raises(untax.UsageError, match="secret"):
