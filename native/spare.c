@@ -32,6 +32,7 @@ static struct wish {
     uint32_t stands_on;  // how much of it is the layout
     unsigned times;
     unsigned last;       // when: as the how manieth wish of all
+    unsigned served;     // and when a spare was last begun for it
 } recent[RECENT_MAX];
 static unsigned recent_count, wishes;
 static uint64_t last_wish_ns;
@@ -74,7 +75,7 @@ static void note(const uint8_t *order, uint32_t size, uint32_t stands_on) {
     for (unsigned i = 0; i < recent_count && !wish.order; i++) {
         if (recent[i].size != size || memcmp(recent[i].order, order, size)) continue;
         wish.order = recent[i].order;
-        wish.times += recent[i].times;
+        wish.times += recent[i].times, wish.served = recent[i].served;
         memmove(recent + i, recent + i + 1, (--recent_count - i) * sizeof *recent);
     }
     if (!wish.order && recent_count == RECENT_MAX) forget_wish(RECENT_MAX - 1);
@@ -155,11 +156,15 @@ static bool has_spare(const struct wish *w) {
     return false;
 }
 
-// What is asked for now and has no spare, or else what was asked for last.
+// Of what is asked for now and has no spare, what has gone without for longest: otherwise one of two that take turns could always find one, and the other never.
+// If all have one, what was asked for last.
 static unsigned most_wanted(void) {
-    for (unsigned i = 0; i < recent_count; i++)
-        if ((!i || (recent[i].times > 1 && wishes - recent[i].last < STILL_WANTED)) && !has_spare(&recent[i])) return i;
-    return 0;
+    unsigned found = recent_count;
+    for (unsigned i = 0; i < recent_count; i++) {
+        bool is_wanted = !i || (recent[i].times > 1 && wishes - recent[i].last < STILL_WANTED);
+        if (is_wanted && !has_spare(&recent[i]) && (found == recent_count || recent[i].served < recent[found].served)) found = i;
+    }
+    return found == recent_count ? 0 : found;
 }
 
 static bool has_twin(const struct spare *s) {
@@ -186,6 +191,7 @@ bool spares_prepare(void) {
     }
     if (free_place) {
         unsigned wanted = most_wanted();
+        recent[wanted].served = wishes;
         if (begin(free_place, &recent[wanted])) return true;
         forget_wish(wanted);  // what cannot be made; whoever asks for it is told why
         return false;
