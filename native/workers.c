@@ -190,6 +190,13 @@ void workers_free(void) {
     workdir = NULL;
 }
 
+bool workers_kill(void) {
+    bool any = false;
+    for (int i = 0; i < WORKERS_MAX; i++)
+        if (workers[i] && workers[i]->live && workers[i]->pid > 1) any |= kill(workers[i]->pid, SIGKILL) == 0;
+    return any;
+}
+
 void workers_configure(const char *path) {
     char *copy = strdup(path);
     if (!copy) return;

@@ -22,6 +22,8 @@ struct call {
 bool workers_open(const struct agent_opts *opts);
 void workers_free(void);
 void workers_flush(void);
+// SIGKILL for those that are our children; false when there is none. What they had started is ours then.
+bool workers_kill(void);
 
 // The worker for this user. NULL: the request has been answered with the reason.
 struct worker *worker_for(struct request *r, struct span user);

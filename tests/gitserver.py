@@ -1,17 +1,17 @@
-"""Git over smart HTTP on loopback, by git's own backend, and able to misbehave: it counts, refuses, fails, hangs and asks for a password."""
+"""The meter's git server on loopback, able to misbehave: it counts, refuses, fails, hangs and asks for a password."""
 
 import base64
 import contextlib
-import http.server
 import os
 import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from tests.servers import ALIAS, http_server
+
+from untax.rollout import gitserver
 
 
 @dataclass
@@ -51,20 +51,18 @@ def run_git(*argv: str, cwd: Path, **variables: str) -> str:
 @contextlib.contextmanager
 def git_server(directory: Path) -> Iterator[GitServer]:
     """Serve the repositories below `directory`; the URL is that of the directory."""
-    backend = subprocess.run(["git", "--exec-path"], check=True, capture_output=True, text=True).stdout.strip()
     server = GitServer()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            length = int(self.headers.get("Content-Length", 0))
-            body = self.rfile.read(length) if length else self._chunks()
+    class Moody(gitserver.Handler):
+        """The meter's own, in whatever mood the test wants."""
+
+        protocol_version = "HTTP/1.0"  # one request for each connection: what is cut off ends there
+
+        def do_GET(self) -> None:  # noqa: N802  (as http.server names it)
             server.requests.append(f"{self.command} {self.path}")
             server.authorizations.append(self.headers.get("Authorization"))
             if server.redirect is not None:
-                self.send_response(302)
-                self.send_header("Location", server.redirect + self.path)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+                self._turn_away(302, "Location", server.redirect + self.path)
                 return
             if server.hangs is not None:
                 server.hangs.wait(60)
@@ -74,57 +72,21 @@ def git_server(directory: Path) -> Iterator[GitServer]:
             if server.password is not None:
                 wanted = "Basic " + base64.b64encode(server.password.encode()).decode()
                 if self.headers.get("Authorization") != wanted:
-                    self.send_response(401)
-                    self.send_header("WWW-Authenticate", 'Basic realm="git"')
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
+                    self._turn_away(401, "WWW-Authenticate", 'Basic realm="git"')
                     return
-            head, _, answer = self._backend(body).partition(b"\r\n\r\n")
-            fields = [line.split(b": ", 1) for line in head.split(b"\r\n") if line]
-            self.send_response(next((int(v.split()[0]) for k, v in fields if k == b"Status"), 200))
-            for name, value in fields:
-                if name != b"Status":
-                    self.send_header(name.decode(), value.decode())
-            self.send_header("Content-Length", str(len(answer)))
+            if server.is_old:
+                del self.headers["Git-Protocol"]
+            super().do_GET()
+
+        def say(self, answer: bytes) -> None:
+            super().say(answer[: server.cut_at] if self.command == "POST" else answer)
+
+        def _turn_away(self, status: int, name: str, value: str) -> None:
+            self.send_response(status)
+            self.send_header(name, value)
+            self.send_header("Content-Length", "0")
             self.end_headers()
-            self.wfile.write(answer[: server.cut_at] if self.command == "POST" else answer)
 
-        do_POST = do_GET
-
-        def _chunks(self) -> bytes:
-            body = b""
-            if self.headers.get("Transfer-Encoding") == "chunked":
-                while size := int(self.rfile.readline(), 16):
-                    body += self.rfile.read(size)
-                    self.rfile.readline()
-                self.rfile.readline()
-            return body
-
-        def _backend(self, body: bytes) -> bytes:
-            asked = urlsplit(self.path)
-            variables = {
-                "GIT_PROJECT_ROOT": str(directory),
-                "GIT_HTTP_EXPORT_ALL": "1",
-                "PATH_INFO": unquote(asked.path),
-                "QUERY_STRING": asked.query,
-                "REQUEST_METHOD": self.command,
-                "CONTENT_TYPE": self.headers.get("Content-Type", ""),
-                "CONTENT_LENGTH": str(len(body)),
-                "HTTP_CONTENT_ENCODING": self.headers.get("Content-Encoding", ""),
-                "GIT_PROTOCOL": "" if server.is_old else self.headers.get("Git-Protocol", ""),
-                "GIT_CONFIG_COUNT": "1",
-                "GIT_CONFIG_KEY_0": "safe.directory",
-                "GIT_CONFIG_VALUE_0": "*",
-                "GIT_CONFIG_GLOBAL": "/dev/null",
-                "GIT_CONFIG_SYSTEM": "/dev/null",
-            }
-            return subprocess.run(
-                [f"{backend}/git-http-backend"], env={**os.environ, **variables}, input=body, capture_output=True, check=False
-            ).stdout
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    with http_server(Handler) as port:
+    with http_server(Moody.of(str(directory))) as port:
         server.url = f"http://{ALIAS}:{port}"
         yield server

@@ -332,9 +332,6 @@ class Engine(Leasing):
         for names, reason, remedy in said_together(unsaid):
             log.warning("not enforced on this host: %s: %s; %s", names, reason, remedy)
 
-    def forget(self, box: Tenancy) -> None:
-        self._boxes.discard(box)
-
 
 def _nothing() -> None:
     pass

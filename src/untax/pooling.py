@@ -69,12 +69,11 @@ class Pooling:
         return self._ask(request, stages) if stages is not None else None
 
     def _ask(self, request: Request, stages: tuple[Stage, ...]) -> Asked:
-        driver = self.driver
-        ticket = driver.ask(stages, request, memory_mib=request.spec.limits.memory_mib, wait_s=request.wait_s)
-        hit = driver.hit(ticket)
-        if hit is not None and hit.order.kind == "exact":
-            hit.entry.begin(request.spec)
-        return Asked(ticket, stages)
+        driver, spec = self.driver, request.spec
+        hit = driver.at_once(stages, spec.limits.memory_mib)
+        if hit is not None:
+            hit.begin(spec)
+        return Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
 
     async def furnish(self, box: Tenancy, watch: Stopwatch, asked: Asked | None) -> None:
         """Give the box the sandbox that is closest. One that turns out to be dead is not seen by it: the next one is tried."""

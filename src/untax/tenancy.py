@@ -270,6 +270,8 @@ class Tenancy(Box):
                 self._ledger.add(*span)
         if not has_stages:
             await standby.add(("repo", "deps"), self.spec)
+            for name, seconds in standby.built.items():
+                self._ledger.stages[name] = self._ledger.stages.get(name, 0.0) + seconds
             await standby.bind(self.spec, is_proven=True)
         if self._request.files:
             await standby.write(self._request.files)
@@ -358,13 +360,7 @@ class Tenancy(Box):
         if ground is not None:
             ground.release()
 
-    async def _end(self, reason: str) -> None:
-        ledger = self._ledger
-        watch = Stopwatch(self._clock)
-        ledger.released(watch.last_ns)
-        self._over = self._over or reason
-        if self._expiry is not None:
-            self._expiry.cancel()
+    async def _give_back(self, reason: str) -> None:
         place = self._place
         if place is None or not await self._engine.pooling.take_back(self):
             self._leave(reason)
@@ -373,9 +369,6 @@ class Tenancy(Box):
             if place is not None:
                 self._engine.pooling.was_returned(self, place)
         self._give_ground_up()
-        ledger.add("cleanup", *watch.part())
-        ledger.closed(watch.last_ns)
-        self._engine.forget(self)
 
     # ---- what it can do ----
 

@@ -240,8 +240,10 @@ def test_records_hold_the_host_the_seed_the_plan_and_the_command(state, tmp_path
     assert sum(row["total_ns"] for row in table) == sum(t.total_ns for t in records(out, Trial))
 
 
-def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(state, tmp_path):
-    out = tmp_path / "out"
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_what_ends_a_run_loses_no_record_and_resume_goes_on(state, tmp_path, how):
+    """Ctrl-C gives everything back at once; what a run that was killed left behind goes with the next."""
+    trials, out = 60, tmp_path / "out"
     argv = command(
         "bench",
         "--state-dir",
@@ -252,7 +254,7 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(state, tmp_path):
         "--tier",
         "T0",
         "--trials",
-        "150",
+        str(trials),
         "--cold",
         "--out",
         str(out),
@@ -261,22 +263,23 @@ def test_ctrl_c_keeps_what_is_done_and_resume_goes_on(state, tmp_path):
     while not (out / "records.jsonl").exists() or (out / "records.jsonl").stat().st_size < 20_000:
         assert running.poll() is None, running.stderr.read()
         time.sleep(0.01)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(how)
     said = running.communicate(timeout=60)[1]
 
-    assert running.returncode == 130
-    assert "--resume" in said
     kept = [t.trial for t in records(out, Trial) if not t.warmup]
-    assert 5 < len(kept) < 150
+    assert 5 < len(kept) < trials
     assert not records(out, End)
-    assert list((state / "process").glob("engine-*")) == []
+    if how == signal.SIGINT:
+        assert (running.returncode, "--resume" in said) == (130, True)
+        assert list((state / "process").glob("engine-*")) == []
     # Going on: a line that was cut off, as by a loss of power, is no obstacle.
     with (out / "records.jsonl").open("ab") as file:
         file.write(b'{"v":1,"kind":"trial","run":')
     done = bench(state, "--resume", str(out))
     assert done.returncode == 0, done.stderr
-    assert sorted(t.trial for t in records(out, Trial) if not t.warmup) == list(range(150))
+    assert sorted(t.trial for t in records(out, Trial) if not t.warmup) == list(range(trials))
     assert len(records(out, Resume)) == len(records(out, End)) == 1
+    assert list((state / "process").glob("engine-*")) == []
     again = bench(state, "--resume", str(out))
     assert (again.returncode, "complete" in again.stderr) == (0, True)
 

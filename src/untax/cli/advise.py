@@ -70,7 +70,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
         run = gather(Path(arguments.run), tell=lambda done, of: progress("reading records", done, of))
     levels = _levels(run, arguments.isolation_of or [])
     unknown = sorted({case.substrate for case in run.cases} - levels.keys())
-    absent = _left_out(run, unknown)
+    absent = _left_out(run, levels, unknown)
     try:
         advice = advise(profiles(run, levels, arguments.tier), rollouts, by=arguments.by)
     except UsageError as exc:
@@ -108,12 +108,12 @@ def _levels(run: Gathered, given: list[str]) -> dict[str, str]:
     return found
 
 
-def _left_out(run: Gathered, unknown: list[str]) -> dict[str, str]:
+def _left_out(run: Gathered, levels: Mapping[str, str], unknown: list[str]) -> dict[str, str]:
     """What was measured and cannot be advised, and why."""
     found = {
         one.case.substrate: f"it ran as {one.ran_as}, which is another boundary and another speed"
         for one in run.cases.values()
-        if one.n and one.ran_as != one.case.substrate
+        if one.n and not one.is_of(levels.get(one.case.substrate, ""))
     }
     return found | {name: f"its isolation level is not known here; say it with --isolation-of {name}=LEVEL" for name in unknown}
 

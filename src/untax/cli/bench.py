@@ -29,8 +29,8 @@ from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
 from untax.core.substrate import Fastidious, Importing, Reluctant
+from untax.meter import begun, profile
 from untax.meter import plan as plans
-from untax.meter import profile
 from untax.meter import run as runs
 from untax.meter import summary as summaries
 from untax.meter.gather import gather
@@ -89,7 +89,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
     command = "untax " + shlex.join(sys.argv[1:])
     if arguments.resume:
         out = Path(arguments.resume)
-        journal, first, done = runs.reopen(out / _RECORDS, command=command, accept=_check_workloads)
+        journal, first, done = begun.reopen(out / _RECORDS, command=command, accept=_check_workloads)
         plan, run = _plan_of(first), first.run
         if done.is_complete:
             journal.close()
@@ -101,8 +101,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
         known = _known(plan)
         plan = _in_time(plan, known)
         out = Path(arguments.out) if arguments.out else Path("results") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        done = runs.Done()
-        journal, run = runs.begin(plan, out, command=command)
+        done = begun.Done()
+        journal, run = begun.begin(plan, out, command=command)
     state = chosen_state_dir(arguments.state_dir)
     ensure_private_dir(state)
     progress = _Progress()
@@ -224,7 +224,7 @@ def _plan_of(first: Run) -> Plan:
     return plans.from_mapping(first.plan, where="the run's first record")
 
 
-def _check_workloads(first: Run, done: runs.Done) -> None:
+def _check_workloads(first: Run, done: begun.Done) -> None:
     """`UsageError` when a trial from now on would do something else than those in the file."""
     if done.is_complete:
         return

@@ -327,6 +327,14 @@ class Incumbent(Protocol):
 
 
 @runtime_checkable
+class Tidying(Protocol):
+    """A substrate that removes the files of destroyed sandboxes in the background."""
+
+    async def wait_tidy(self) -> None:
+        """Return once none is under way."""
+
+
+@runtime_checkable
 class Orchestrated(Protocol):
     """A sandbox that a control plane placed, and whose own events say how long that took."""
 

@@ -219,11 +219,15 @@ def _uploaded(run: Gathered) -> Iterator[Finding]:
 
 
 def _other_name(run: Gathered) -> Iterator[Finding]:
-    by_name: dict[tuple[str, str], list[str]] = {}
+    by_name: dict[tuple[str, str, bool], list[str]] = {}
     for one in run.cases.values():
         if one.n and one.ran_as != one.case.substrate:
-            by_name.setdefault((one.case.substrate, one.ran_as), []).append(str(one.case))
-    for (asked, ran_as), cases in by_name.items():
+            by_name.setdefault((one.case.substrate, one.ran_as, "isolation" in one.detail), []).append(str(one.case))
+    for (asked, ran_as, has_boundary), cases in by_name.items():
+        if has_boundary:
+            said = f"{asked} ran as {ran_as} in {len(cases)} cases, with the boundary that {asked} promises"
+            yield Finding("another substrate", "note", said, f"read these numbers as those of {ran_as}", tuple(cases))
+            continue
         said = f"{asked} ran as {ran_as} in {len(cases)} cases: neither its speed nor its boundary is what {asked} stands for"
         remedy = f"read these numbers as those of {ran_as}, or measure on a host that has what {asked} needs (`untax doctor`)"
         yield Finding("another substrate", "warn", said, remedy, tuple(cases))

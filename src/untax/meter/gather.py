@@ -91,6 +91,10 @@ class Samples:
         """What the substrate called itself; another name than the case's is another thing than what was asked for."""
         return self.detail.get("substrate", self.case.substrate)
 
+    def is_of(self, isolation: str) -> bool:
+        """Whether it ran with this boundary: as what it was asked for as, or as a kind of it whose sandboxes promised it in the records."""
+        return self.ran_as == self.case.substrate or self.detail.get("isolation") == isolation
+
     @property
     def mean_parts(self) -> dict[str, float]:
         """What a trial divides into, on average; together the mean total."""

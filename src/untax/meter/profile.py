@@ -66,7 +66,9 @@ class Profile:
 
 
 def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = None) -> list[Profile]:
-    """One for each cold series whose substrate's isolation level is known and that ran as what it is called. `tier`: whose trajectories; the heaviest unless told."""
+    """One for each cold series whose substrate's isolation level is known and that ran with it, under the name that it ran as. `tier`: whose
+    trajectories; the heaviest unless told.
+    """
     if not run.tiers:
         return []
     tier = project.tier_for(run, tier)
@@ -76,7 +78,7 @@ def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = Non
         samples = _longest(run, series, tier)
         if series.warmth != "cold" or series.substrate not in isolation or samples is None or not samples.actions:
             continue
-        if samples.ran_as == series.substrate:  # under another name it has neither this one's boundary nor its speed
+        if samples.is_of(isolation[series.substrate]):  # otherwise it has neither this one's boundary nor its speed
             found.append(_profile(run, series, samples, isolation[series.substrate], knees.get(series)))
     return found
 
@@ -93,7 +95,7 @@ def _profile(run: Gathered, series: Series, samples: Samples, isolation: str, kn
     warm_parts = warm.mean_parts if warm else None
     estimate = project.sample_estimate(samples)
     return Profile(
-        substrate=series.substrate,
+        substrate=samples.ran_as,
         path=series.path,
         isolation=isolation,
         start_s=parts["queue"] + parts["create"] + parts["ready"],

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,12 @@ from untax.core.errors import SubstrateUnavailable, UntaxError
 from untax.core.span import now_ns
 from untax.engine import Engine
 from untax.meter import conditions, host
+from untax.meter.begun import Done, instant, note
 from untax.meter.journal import Journal
 from untax.meter.plan import LEAST_TRIALS, Plan, checked_limits
 from untax.meter.ration import Ration
-from untax.meter.record import Batch, Case, End, Gap, Reader, Resume, Run, Trial, Warmth
-from untax.meter.site import Attempted, Site, Slot, facts_of
+from untax.meter.record import Batch, Case, End, Gap, Trial, Warmth
+from untax.meter.site import POOL, Attempted, Site, Slot, facts_of
 from untax.rollout import gitserver
 from untax.rollout.material import Material
 from untax.rollout.runner import Work
@@ -37,71 +36,6 @@ _KNEE_BATCHES = 3
 MakeEngine = Callable[[str, Mapping[str, Any]], Engine]
 Tell = Callable[[int, int, float | None, str], None]
 """Told after each slot: slots done, of how many, seconds left, the case."""
-
-
-@dataclass(slots=True)
-class Done:
-    """What a run's file has already."""
-
-    trials: set[tuple[Case, int, bool]] = field(default_factory=set)
-    dropped: set[Case] = field(default_factory=set)
-    throughput: dict[Case, list[float]] = field(default_factory=dict)
-    order: int = 0
-    failed: int = 0
-    is_complete: bool = False
-    workloads: dict[str, str] = field(default_factory=dict)
-    """The digest of each tier's workload, as its trials have it."""
-
-
-def begin(plan: Plan, out: Path, *, command: str) -> tuple[Journal, str]:
-    """A new run below `out`; nothing is measured yet but the machine's own noise."""
-    run = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
-    first = Run(run, instant(), plan.seed, plan.to_json(), _host(), conditions.span_cost_ns(), command)
-    return Journal.create(out / "records.jsonl", first), run
-
-
-def reopen(path: Path, *, command: str, accept: Callable[[Run, Done], None] = lambda *_: None) -> tuple[Journal, Run, Done]:
-    """Go on with a run; its plan is in the first record. `accept` is asked before anything is written, and raises to leave it as it is."""
-    done = Done()
-    with Reader(path) as reader:
-        for record in reader:
-            _note(done, record)
-        first = reader.run
-    accept(first, done)
-    journal = Journal.resume(path)
-    if not done.is_complete:
-        try:
-            journal.append(Resume(first.run, instant(), _host(), command))
-            journal.sync()
-        except BaseException:
-            journal.close()
-            raise
-    return journal, first, done
-
-
-def _note(done: Done, record: object) -> None:
-    if isinstance(record, Trial):
-        done.trials.add((record.case, record.trial, record.warmup))
-        done.order = max(done.order, record.order + 1)
-        done.failed += record.outcome != "ok" and not record.warmup
-        if "workload" in record.software:
-            done.workloads[record.case.tier] = record.software["workload"]
-    elif isinstance(record, Batch) and not record.warmup and record.wall_ns > 0:  # 0: none of its rollouts was begun
-        good = record.rollouts - record.failed
-        done.throughput.setdefault(record.case, []).append(good * 1e9 / record.wall_ns)
-    elif isinstance(record, Gap) and record.case is not None:
-        done.dropped.add(record.case)
-    elif isinstance(record, End):
-        done.is_complete = True
-
-
-def instant() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def _host() -> dict[str, Any]:
-    clock = conditions.ClockCheck()
-    return {**host.facts(), "engines": conditions.engine_versions(), "noise_probe": conditions.noise_probe(), "clock": clock.report()}
 
 
 class Bench:
@@ -188,7 +122,7 @@ class Bench:
         packages = sorted({package for workload in self._workloads.values() for package in workload.packages})
         if packages:
             options.setdefault("setup_wheels", await asyncio.to_thread(self._material.wheels, packages))
-        engine = await stack.enter_async_context(self._make_engine(name, options))
+        engine = await stack.enter_async_context(self._make_engine(name, {"pool": POOL, **options}))
         site = Site(
             engine,
             self._material,
@@ -302,7 +236,7 @@ class Bench:
             failed = sum(attempted.measured.outcome != "ok" for attempted in slot.trials)
             batch = Batch(self._run, case, max(0, number), self._done.order, is_warmup, started_at, len(slot.trials), failed, slot.wall_ns)
             self._journal.append(batch)
-            _note(self._done, batch)
+            note(self._done, batch)
         self._journal.sync()
 
     def _trial_numbers(self, number: int, case: Case) -> range:

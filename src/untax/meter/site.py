@@ -17,10 +17,11 @@ from untax.box import Box
 from untax.core.errors import SubstrateError, UntaxError, UsageError
 from untax.core.span import now_ns
 from untax.core.spec import Limits
-from untax.core.substrate import ImageForgetting, Incumbent
+from untax.core.substrate import ImageForgetting, Incumbent, Tidying
 from untax.engine import Engine
 from untax.meter import stress
 from untax.meter.record import HELD, Case
+from untax.pool.options import PoolOptions
 from untax.rollout.footing import Footing, footing
 from untax.rollout.material import Material
 from untax.rollout.runner import Measured, Runner, Work
@@ -28,6 +29,8 @@ from untax.rollout.workload import Workload
 
 _PROBE_S = 1800.0  # for the first sandbox of an engine, which may have to make or fetch its image
 _TRUE_S = 60.0
+POOL = PoolOptions(linger_s=3600.0)
+"""Of the engines that sites are made for: what a slot has made ready is kept until its trials take it."""
 _FAULTS_IN_A_ROW = 5  # after so many the substrate is taken for gone
 
 
@@ -64,6 +67,7 @@ class Site:
         self.engine = engine
         self.runner = Runner(engine)
         self.has_incumbent = False
+        self._isolation: str | None = None  # what its sandboxes promise; None: the substrate's own word does not hold here
         self._material = material
         self._scratch = scratch
         self._server = server
@@ -87,6 +91,8 @@ class Site:
         spec = footing(self.engine, plain, self._material, image=self._image, limits=self._limits).spec
         async with self.engine.lease(spec, wait_s=wait_s or _PROBE_S) as box:
             self.has_incumbent = isinstance(box.sandbox, Incumbent)
+            if all(limit.name != "isolation" for limit in box.ledger.unenforced):
+                self._isolation = self.engine.substrate.isolation
             (await box.run(["true"], timeout_s=_TRUE_S)).check()
 
     async def prepare(self, case: Case, workload: Workload) -> Work:
@@ -154,6 +160,8 @@ class Site:
             measured = await self.runner.run(work, path=case.path, is_warm=case.warmth == "warm", held=held, queue=queue)
             attempts += 1
             measured.detail["substrate"] = self.name
+            if self._isolation is not None:
+                measured.detail["isolation"] = self._isolation
             if case.warmth == "warm" and case.path == "channel":
                 measured.detail["warm"] = "the engine's pool" if held is None else HELD
             wanted = "exact" if case.warmth == "warm" else "cold"
@@ -162,18 +170,20 @@ class Site:
             if measured.outcome != "infra" or attempts > self._retries or not getattr(measured.error, "retryable", False):
                 return Attempted(measured, attempts, wasted_ns)
             wasted_ns += measured.total_ns
-            if held is not None:
-                try:
+            try:
+                if held is not None:
                     held = await self.runner.hold(work)
-                except UntaxError:
-                    return Attempted(measured, attempts, wasted_ns - measured.total_ns)
+                elif case.warmth == "warm" and case.path == "channel":
+                    await self._fill(work, 1)
+            except UntaxError:
+                return Attempted(measured, attempts, wasted_ns - measured.total_ns)
 
     async def _warmed(self, case: Case, work: Work) -> list[Box]:
         """Fill the engine's pool, or hold boxes where packages have to be uploaded: a pool knows nothing of those."""
         if case.warmth != "warm" or case.path != "channel":
             return []
         if work.footing.upload is None:
-            await self.engine.warm(work.footing.spec, case.concurrency)
+            await self._fill(work, case.concurrency)
             return []
         boxes: list[Box] = []
         try:
@@ -184,14 +194,24 @@ class Site:
             raise
         return boxes
 
+    async def _fill(self, work: Work, count: int) -> None:
+        """So many are idle in the pool, and none is made in the place of one that is taken: a refill would run beside the trial."""
+        await self.engine.warm(work.footing.spec, count)
+        await self.engine.warm(work.footing.spec, 0)  # they stay: see POOL
+
     async def _cool(self, case: Case, work: Work) -> None:
-        """Empty the pool again, so that the machine is as it was for whatever comes next."""
-        if case.path == "channel":
-            await self.engine.warm(work.footing.spec, 0)
+        """Empty the pool again, so that the machine is as it was for whatever comes next. As a rule its trials have taken all there was."""
+        driver = self.engine.pooling.driver
+        await driver.wait_settled()
+        while case.path == "channel" and driver.parked():
+            async with self.engine.lease(work.footing.spec):
+                pass  # nobody asks for it any more, so it is destroyed at its release
 
     async def _settle(self) -> None:
         """Wait for what was given up to be gone: its end would run beside the next slot's trials, which may be another substrate's."""
         await self.engine.pooling.driver.wait_settled()
+        if isinstance(self.engine.substrate, Tidying):
+            await self.engine.substrate.wait_tidy()
 
     async def _see_to_image(self, case: Case, work: Work) -> None:
         if case.image != "absent":

@@ -21,7 +21,8 @@ from untax.pool.costs import Costs
 from untax.pool.demand import Demands
 from untax.pool.grants import Counts, E, Grant, Hands, blame, copy_of
 from untax.pool.options import PoolOptions
-from untax.pool.state import Policy, Pool, Standing
+from untax.pool.policy import Policy, Standing
+from untax.pool.state import Pool
 
 log = logging.getLogger("untax.pool")
 
@@ -118,10 +119,10 @@ class PoolDriver(Generic[R, E]):
             raise outcome
         return outcome
 
-    def hit(self, ticket: str) -> Grant[E] | None:
-        """What was idle with everything in place for who asked just now; `granted` gives the same."""
-        outcome = self._outcomes.get(ticket)
-        return outcome if isinstance(outcome, Grant) and not outcome.order.missing else None
+    def at_once(self, stages: tuple[Stage, ...], memory_mib: float) -> E | None:
+        """What `ask` would be granted this moment without waiting; None when it would have to wait."""
+        entry = self._state.at_once(stages, memory_mib)
+        return self._entries[entry.id] if entry is not None else None
 
     def bound(self, grant: Grant[E], seconds: float) -> None:
         """Its holder has it; binding took so long."""

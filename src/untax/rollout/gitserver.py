@@ -56,10 +56,18 @@ def _own_env() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Hands each request on to git's own backend; `of` makes one for a directory."""
+
     protocol_version = "HTTP/1.1"
     backend = ""
     root = ""
+
+    @classmethod
+    def of(cls, directory: str) -> type[Handler]:
+        """Serves the repositories below `directory`."""
+        place = subprocess.run(["git", "--exec-path"], check=True, capture_output=True, text=True).stdout.strip()
+        return type("_Handler", (cls,), {"backend": f"{place}/git-http-backend", "root": directory})
 
     def do_GET(self) -> None:
         body = self._body()
@@ -77,9 +85,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.send_header(name.decode("latin-1"), value.decode("latin-1"))
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        self.wfile.write(answer)
+        self.say(answer)
 
-    do_POST = do_GET  # noqa: N815
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def say(self, answer: bytes) -> None:
+        self.wfile.write(answer)
 
     def _body(self) -> bytes | None:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -125,9 +137,7 @@ class _Server(http.server.ThreadingHTTPServer):
 
 def main(directory: str) -> int:
     """Serve until standard input ends; the first line of standard output is the port."""
-    place = subprocess.run(["git", "--exec-path"], check=True, capture_output=True, text=True).stdout.strip()
-    _Handler.backend, _Handler.root = f"{place}/git-http-backend", directory
-    with _Server((ADDRESS, 0), _Handler) as server:
+    with _Server((ADDRESS, 0), Handler.of(directory)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         sys.stdout.write(f"{server.server_address[1]}\n")
         sys.stdout.flush()

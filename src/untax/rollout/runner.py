@@ -71,6 +71,7 @@ class _ChannelTrial(Trial):
         self._box = held
         self._is_held = held is not None
         self._leased: tuple[Box, Sandbox | None, int, int] | None = None
+        self._restored_s = 0.0  # of a reset: copying the repository in again
 
     async def open(self) -> None:
         if self._box is not None:
@@ -91,6 +92,8 @@ class _ChannelTrial(Trial):
         box, sandbox, asked_ns, got_ns = self._leased
         if not self._is_held:
             self._add_lease(box, asked_ns, got_ns)
+        if not self.engine.warehouse.has_stages:
+            self._leave_out_repository()
         self.describe(sandbox)
 
     def _add_lease(self, box: Box, asked_ns: int, got_ns: int) -> None:
@@ -105,17 +108,23 @@ class _ChannelTrial(Trial):
                 parts[span.name] += span.elapsed_ns
                 until_ns = max(until_ns, ledger.start_ns + span.end_ns)
         parts["ready"] += max(0, got_ns - until_ns)
-        if not self.engine.warehouse.has_stages:
-            self._leave_out_repository()
 
     def _leave_out_repository(self) -> None:
-        """A spec has one only where it is preloaded (or warm); without layers it is copied in anew, as on the incumbent path for the meter's sake."""
+        """A spec has one only where it is preloaded (or warm); without layers it is copied in anew, at the start and at a reset, as on the
+        incumbent path for the meter's sake.
+        """
         measured = self.measured
-        ns = min(measured.parts_ns["setup"], int(measured.stages.get("repo", 0.0) * 1e9))
-        measured.parts_ns["setup"] -= ns
-        measured.total_ns -= ns
+        at_reset_ns = self._leave_out("reset", self._restored_s)
+        at_start_ns = self._leave_out("setup", measured.stages.get("repo", 0.0) - self._restored_s)
+        measured.total_ns -= at_start_ns + at_reset_ns
         if "first_command" in measured.metrics_ns:
-            measured.metrics_ns["first_command"] -= ns
+            measured.metrics_ns["first_command"] -= at_start_ns
+
+    def _leave_out(self, part: str, seconds: float) -> int:
+        parts = self.measured.parts_ns
+        ns = max(0, min(parts[part], int(seconds * 1e9)))
+        parts[part] -= ns
+        return ns
 
     async def act(self, action: Action) -> Done:
         assert self._box is not None
@@ -123,7 +132,9 @@ class _ChannelTrial(Trial):
 
     async def reset(self) -> None:
         assert self._box is not None
+        before_s = self._box.ledger.stages.get("repo", 0.0)
         await self._box.reset()
+        self._restored_s = self._box.ledger.stages.get("repo", 0.0) - before_s
 
     async def give_back(self) -> None:
         box, self._box = self._box, None

@@ -140,7 +140,8 @@ async def wait_exit(child: subprocess.Popen[bytes], patience_s: float, kill: Cal
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
-    await asyncio.to_thread(child.wait)
+    if child.poll() is None:
+        await asyncio.to_thread(child.wait)
 
 
 def sweep(root: Path, remove: Callable[[Path], object]) -> int:

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -57,6 +58,7 @@ class ProcessSubstrate:
     def __init__(self, state_dir: Path) -> None:
         self._root = state_dir / "process"
         self._holding: Holding | None = None
+        self._removing: set[asyncio.Future[bool]] = set()
 
     def unavailable_reason(self) -> str | None:
         if not sys.platform.startswith("linux"):
@@ -74,8 +76,27 @@ class ProcessSubstrate:
 
     async def aclose(self) -> None:
         holding, self._holding = self._holding, None
+        await self.wait_tidy()
         if holding is not None:
             await asyncio.to_thread(holding.close)
+
+    async def wait_tidy(self) -> None:
+        while self._removing:
+            await asyncio.wait(self._removing)
+
+    async def throw_away(self, home: Path) -> None:
+        """The directory is gone from its place; its files go in the background, for a tree of any size takes as long as it has files."""
+        gone = home.with_name(f"gone-{home.name}")
+        try:
+            home.rename(gone)
+        except FileNotFoundError:
+            return
+        except OSError:  # a full file system may refuse even that
+            await asyncio.to_thread(remove_tree, home)
+            return
+        removing = asyncio.get_running_loop().run_in_executor(None, remove_tree, gone)
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
 
     async def create(self, spec: EnvSpec) -> ProcessSandbox:
         if trouble := self.image_trouble(spec.image):
@@ -89,15 +110,16 @@ class ProcessSubstrate:
             home.mkdir(mode=0o700)
         except OSError as exc:
             raise CreateError("", f"{home}: {exc.strerror}; free space there, or name another state_dir") from exc
-        return ProcessSandbox(home)
+        return ProcessSandbox(home, self.throw_away)
 
 
 class ProcessSandbox:
     unenforced = _UNENFORCED
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, throw_away: Callable[[Path], Awaitable[None]]) -> None:
         self.id = home.name
         self._home = home
+        self._throw_away = throw_away
         self._cell: subprocess.Popen[bytes] | None = None
         self._stream: SocketStream | None = None
 
@@ -142,7 +164,7 @@ class ProcessSandbox:
         cell = self._cell
         if cell is not None and cell.returncode is None:
             await wait_exit(cell, _EXIT_GRACE_S, lambda: _kill_family(cell.pid))
-        await asyncio.to_thread(remove_tree, self._home)
+        await self._throw_away(self._home)
 
 
 def _kill_family(pid: int) -> None:

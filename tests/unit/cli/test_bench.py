@@ -7,8 +7,8 @@ from tests import records
 
 from untax.cli import bench, main
 from untax.core.errors import UsageError
+from untax.meter.begun import Done
 from untax.meter.record import Case, Reader
-from untax.meter.run import Done
 from untax.rollout import workload
 from untax.testing import FakeSubstrate
 

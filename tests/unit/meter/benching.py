@@ -1,6 +1,7 @@
 """A run on fake substrates, as the tests of the meter begin one."""
 
 from untax.engine import Engine
+from untax.meter import begun
 from untax.meter import run as runs
 from untax.meter.plan import Plan
 from untax.meter.record import read
@@ -47,14 +48,14 @@ class Bench:
     def make(self, name, options):
         fake = self._fakes[name]
         fake.name = name
-        return Engine(fake)
+        return Engine(fake, **options)
 
     async def run(self):
-        journal, run = runs.begin(self._plan, self.out, command="untax bench")
+        journal, run = begun.begin(self._plan, self.out, command="untax bench")
         return await self._carry_out(journal, run, None)
 
     async def resume(self):
-        journal, first, done = runs.reopen(self.out / "records.jsonl", command="untax bench --resume")
+        journal, first, done = begun.reopen(self.out / "records.jsonl", command="untax bench --resume")
         return await self._carry_out(journal, first.run, done)
 
     async def _carry_out(self, journal, run, done):

@@ -137,3 +137,13 @@ def test_what_ran_as_something_else_has_no_profile(tmp_path):
             for case in cases for n in range(3)]  # fmt: skip
     run = gather(records.write(tmp_path / "records.jsonl", [records.a_run(), *made]))
     assert [one.name for one in profiles(run, LEVELS)] == ["namespace"]
+
+
+def test_a_kind_of_a_substrate_that_keeps_its_boundary_is_advised_under_its_own_name(tmp_path):
+    """A virtual machine of another make is one; what its records do not promise, or promise less of, is not."""
+    promised = {"kept": "vm", "weaker": "container", "emulated": None}
+    for name, level in promised.items():
+        detail = {"substrate": "vm-microvm", **({"isolation": level} if level else {})}
+        made = [records.a_trial(Case("vm", tier="T2"), n, substrate_detail=detail) for n in range(3)]
+        run = gather(records.write(tmp_path / name, [records.a_run(), *made]))
+        assert [(one.name, one.isolation) for one in profiles(run, LEVELS)] == ([("vm-microvm", "vm")] if name == "kept" else [])

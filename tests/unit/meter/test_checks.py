@@ -153,6 +153,8 @@ def test_packages_that_came_in_every_trial_are_said(tmp_path):
 def test_a_substrate_that_ran_as_another_is_a_warning(tmp_path):
     other = found(tmp_path, [records.a_run(), *quiet(substrate_detail={"substrate": "namespace-emulated"}), END])["another substrate"]
     assert other.level == "warn" and "namespace-emulated" in other.found
+    kind = {"substrate": "namespace-small", "isolation": "namespace"}
+    assert found(tmp_path, [records.a_run(), *quiet(substrate_detail=kind), END])["another substrate"].level == "note"
     assert "another substrate" not in found(tmp_path, [records.a_run(), *quiet(substrate_detail={"substrate": "namespace"}), END])
 
 

@@ -171,7 +171,7 @@ async def test_what_is_there_before_a_trial_elsewhere_is_left_out_of_its_account
         clock.advance(3600)
         return tmp_path
 
-    plain = work()
+    plain = work(reset=True)
     spec = EnvSpec(isolation="none", repo=Repo("/src/project", "a" * 40))
     loaded = Work(plain.workload, Footing(spec, upload=tmp_path), plain.actions)
     monkeypatch.setattr(Box, "upload", an_hour)
@@ -185,7 +185,8 @@ async def test_what_is_there_before_a_trial_elsewhere_is_left_out_of_its_account
         assert measured.metrics_ns["first_command"] < measured.total_ns == measured.metrics_ns["fresh_episode"] < 10**9
         assert sum(measured.parts_ns.values()) + measured.unattributed_ns == measured.total_ns
         assert 0 <= measured.unattributed_ns <= 0.1 * measured.total_ns
-    assert trials[0].stages["repo"] >= 3600
+        assert 0 < measured.parts_ns["reset"] < 10**9
+    assert trials[0].stages["repo"] >= 2 * 3600  # it is copied in again when the box is reset
 
 
 class Placed(FakeSubstrate):

@@ -11,7 +11,8 @@ from untax.meter import summary
 from untax.meter.gather import gather
 from untax.meter.journal import Journal
 from untax.meter.record import Batch, Case, End, Gap, Resume, Run, Trial, no_parts
-from untax.meter.site import Site
+from untax.meter.site import Attempted, Site
+from untax.rollout.runner import Measured
 from untax.testing import FakeClock, FakeExit, FakeSubstrate
 
 
@@ -115,6 +116,7 @@ async def test_a_substrate_that_calls_itself_otherwise_is_said_and_can_be_lost(t
 
     trials = bench.records(Trial)
     assert {(t.case.substrate, t.substrate_detail["substrate"]) for t in trials} == {("fake", "other")}
+    assert {t.substrate_detail["isolation"] for t in trials} == {fake.isolation}
     assert [(gap.substrate, "in a row" in gap.reason) for gap in bench.records(Gap)] == [("fake", True)]
     assert len(trials) < 12
 
@@ -286,6 +288,46 @@ async def test_what_a_warm_slot_made_is_gone_before_the_next_begins(tmp_path):
 
     assert len(left) > 4
     assert set(left) == {0}
+
+
+async def test_nothing_is_made_beside_a_warm_trial(tmp_path):
+    """One sandbox ahead of each trial and one for its reset: none in the place of the one that it took."""
+    fake = FakeSubstrate()
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), trials=4, warmup=0))
+    await bench.run()
+
+    assert [t.substrate_detail["hit"] for t in bench.records(Trial)] == ["exact"] * 4
+    assert fake.log.count("create") == 1 + 2 * 4  # the first is looked at before any trial
+
+
+async def test_what_a_warm_slot_made_and_its_trials_did_not_take_goes_too(tmp_path, monkeypatch):
+    fake, left = FakeSubstrate(), []
+
+    async def hesitant(self, case, work, held, queue):
+        return Attempted(Measured(outcome="failed"))
+
+    monkeypatch.setattr(Site, "_attempt", hesitant)
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), concurrency=(3,), trials=6, warmup=0))
+    bench._hooks["tell"] = lambda *_: left.append((fake.log.count("create"), len(fake.live)))
+    await bench.run()
+
+    assert left == [(4, 0), (7, 0)]
+
+
+async def test_a_warm_trial_that_is_tried_again_is_warm_again(tmp_path):
+    fake, counted = FakeSubstrate(), iter(range(1000))
+
+    def once(*_):
+        if next(counted) == 2:  # after the look at the substrate and the rehearsal of what is kept ready
+            fake.sandboxes[-1].die()
+        return FakeExit()
+
+    fake.programs["true"] = once
+    bench = Bench(tmp_path, {"fake": fake}, plan(warmth=("warm",), trials=1, warmup=0, retries=1))
+    await bench.run()
+
+    (trial,) = bench.records(Trial)
+    assert (trial.attempts, trial.outcome, trial.substrate_detail["hit"]) == (2, "ok", "exact")
 
 
 async def test_a_trial_that_the_pool_served_otherwise_than_its_case_says_is_marked(tmp_path, monkeypatch):

@@ -43,12 +43,14 @@ def _body(contents: Contents) -> Iterator[str]:
     if contents.cards:
         cards = "".join(f'<div class="card"><b>{escape(card.number)}</b><span>{escape(card.words)}</span></div>' for card in contents.cards)
         yield f'<div class="cards">{cards}</div>'
+    if careful := [finding.name for finding in contents.findings if finding.level == "warn"]:
+        yield f'<p class="care">Read with care: {escape(", ".join(dict.fromkeys(careful)))}. <a href="#trust">Why, and what to do about it</a></p>'
     yield (
-        '<nav aria-label="Contents"><a href="#trust">What to know first</a><a href="#summary">Summary</a><a href="#figures">Figures</a><a href="#paper">Paper</a>'
+        '<nav aria-label="Contents"><a href="#summary">Summary</a><a href="#trust">What to know</a><a href="#figures">Figures</a><a href="#paper">Paper</a>'
         '<a href="#differences">Differences</a><a href="#scale">At scale</a><a href="#behind">How it was measured</a></nav>'
     )
-    yield from _checks(contents)
     yield f'<section id="summary"><h2>{escape(contents.summary.title)}</h2>{as_html(contents.summary)}</section>'
+    yield from _checks(contents)
     yield '<section id="figures">'
     for figure in contents.figures:
         yield _figure(figure, contents)

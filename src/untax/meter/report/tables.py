@@ -1,4 +1,4 @@
-"""The report's tables, from a view of a run. Every measured cell says how many trials are behind it, or its row does."""
+"""The report's tables, from a view of a run. Every measured cell says how many trials are behind it, or its row or the cell before it does."""
 
 from __future__ import annotations
 
@@ -40,14 +40,12 @@ def summary(view: View) -> Table:
             Value(units.seconds(one.seconds.value) + beyond, one.seconds.value, f"{units.between(one.seconds.interval)}\nn {one.n}")
             if one
             else _NONE,
-            Value(units.hours(one.hours.value) + beyond, one.hours.value, f"{units.between(one.hours.interval, units.hours)}\nn {one.n}")
-            if one
-            else _NONE,
+            Value(units.hours(one.hours.value) + beyond, one.hours.value, units.between(one.hours.interval, units.hours)) if one else _NONE,
             _failed(view, series),
         )
     table.notes.append(
         f"Start: asking for a sandbox until its first command could run ({lightest}). Tax: share of a {view.heaviest} episode that is not the agent’s own commands. "
-        f"Small: 95 % bootstrap intervals and the number of trials."
+        f"Small: 95 % bootstrap intervals, and the number of trials of a cell and of those to its right that have none of their own."
     )
     text = " ".join(str(cell) for row in table.rows for cell in row)
     if " *" in text:
@@ -64,8 +62,8 @@ def _start(start: Spread | None, least_s: float) -> tuple[Cell, Cell, Cell]:
     mark = " †" if start.p50 < least_s else ""
     return (
         Value(units.seconds(start.p50) + mark, start.p50, f"{units.between(start.p50_interval)}\nn {start.n}"),
-        Value(units.seconds(start.p95) + mark, start.p95, f"{units.between(start.p95_interval)}\nn {start.n}"),
-        Value(units.seconds(start.sd) + mark, start.sd, f"{units.between(start.sd_interval)}\nn {start.n}"),
+        Value(units.seconds(start.p95) + mark, start.p95, units.between(start.p95_interval)),
+        Value(units.seconds(start.sd) + mark, start.sd, units.between(start.sd_interval)),
     )
 
 

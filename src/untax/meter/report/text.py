@@ -19,12 +19,12 @@ def _lines(contents: Contents, pictures: dict[str, str]) -> Iterator[str]:
     yield f"{run.trials:,} trials in {len(run.cases)} cases, begun {markdown_escape(run.run.started_at)}.\n"
     for card in contents.cards:
         yield f"- **{markdown_escape(card.number)}** {markdown_escape(card.words)}"
+    yield from _section(contents.summary)
     yield "\n## What to know before trusting this\n"
     if not contents.findings:
         yield "Nothing found."
     for finding in contents.findings:
         yield f"- **{markdown_escape(finding.name)}**: {markdown_escape(finding.found)}. *{markdown_escape(finding.remedy)}.*"
-    yield from _section(contents.summary)
     for figure in contents.figures:
         yield f"\n## Figure {figure.number}. {figure.title}\n"
         if figure.name not in pictures:
