@@ -2,9 +2,13 @@
 
 Nothing is open for writing, but a shell waits in a directory of its own and a process sleeps in another: both go on. With a
 writer the sandbox is frozen and what it wrote is cloned; that cost is shown, without a budget.
+
+Leases over both chains come in turn and with time between them, so that as much is made ahead for the one as for the other; forks, for most of which nothing is
+made, show what depth itself costs.
 """
 
 import argparse
+import asyncio
 import time
 
 import untax
@@ -14,6 +18,8 @@ from benchmarks._measure import Row
 EACH_MS = 3.0
 DEEP, SHALLOW = 60, 3
 DEEPER = 1.5
+PAUSE_S = 0.03
+FORKED = 8  # at once: more than are ever made ahead
 WRITER = "exec 3>>log; while :; do echo x >&3; read -t 0.01 <> <(:); done"
 
 
@@ -52,6 +58,12 @@ async def _restore_s(engine: untax.Engine, snapshot: untax.Snapshot, depth: int)
     return took
 
 
+async def _fork_s(engine: untax.Engine, snapshot: untax.Snapshot) -> float:
+    begin = time.perf_counter()
+    async with engine.fork(snapshot, FORKED):
+        return (time.perf_counter() - begin) / FORKED
+
+
 async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     spec = _measure.spec_for(substrate)
     async with _measure.engine_on(substrate) as engine:
@@ -59,11 +71,18 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
         busy, how_busy = await _snapshots(engine, spec, arguments.count // 4, writer=True)
         chains = {depth: await _chain(engine, spec, depth) for depth in (SHALLOW, DEEP)}
         leases: dict[int, list[float]] = {depth: [] for depth in chains}
-        for turn in range(arguments.count + _measure.WARM_UP):
-            for depth in (SHALLOW, DEEP) if turn % 2 else (DEEP, SHALLOW):
-                leases[depth].append(await _restore_s(engine, chains[depth], depth))
+        forks: dict[int, list[float]] = {depth: [] for depth in chains}
+        for _ in range(arguments.count + _measure.WARM_UP):
+            for depth, snapshot in chains.items():
+                await asyncio.sleep(PAUSE_S)
+                leases[depth].append(await _restore_s(engine, snapshot, depth))
+        for _ in range(arguments.count // 8):
+            for depth, snapshot in chains.items():
+                forks[depth].append(await _fork_s(engine, snapshot))
         shallow, deep = (leases[depth][_measure.WARM_UP :] for depth in (SHALLOW, DEEP))
-    ratio = _measure.percentile(deep, 0.5) / _measure.percentile(shallow, 0.5)
+    ratio, forked = (
+        _measure.percentile(more, 0.5) / _measure.percentile(less, 0.5) for more, less in ((deep, shallow), (forks[DEEP], forks[SHALLOW]))
+    )
     return [
         _measure.compare(
             "snapshot, nothing open for writing",
@@ -77,6 +96,9 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
         _measure.compare(f"lease over {SHALLOW} snapshots", substrate, shallow),
         _measure.compare(f"lease over {DEEP} snapshots", substrate, deep),
         _measure.number("deep ÷ shallow", substrate, ratio, "×", budget=f"≤ {DEEPER:g} ×", holds=ratio <= DEEPER),
+        _measure.compare(f"fork of {FORKED} over {SHALLOW} snapshots, each", substrate, forks[SHALLOW]),
+        _measure.compare(f"fork of {FORKED} over {DEEP} snapshots, each", substrate, forks[DEEP]),
+        _measure.number("deep ÷ shallow, forked", substrate, forked, "×", budget="", holds=None),
     ]
 
 

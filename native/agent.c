@@ -52,6 +52,7 @@ static bool hello(const struct frame *f) {
         return false;
     }
     greeted = true;
+    prctl(PR_SET_NAME, "cell-agent");
     return true;
 }
 
@@ -223,7 +224,7 @@ void agent_close(void) {
 
 int agent_main(const struct agent_opts *opts) {
     prctl(PR_SET_DUMPABLE, 0);
-    prctl(PR_SET_NAME, "cell-agent");
+    prctl(PR_SET_NAME, "cell-waiting");  // until its holder has said a word
     if (!opts->is_init) prctl(PR_SET_CHILD_SUBREAPER, 1);
     processes_open(opts);
     sessions_open(opts);

@@ -20,32 +20,25 @@
 #include "kernel.h"
 #include "launcher.h"
 #include "layout.h"
+#include "next.h"
 #include "spare.h"
 
-struct create {
-    char id[ID_MAX];
-    struct span stands_on;  // the layout as it came
-    struct layout layout;
-    bool in_memory;
-    struct cg_limits limits;
-    uint64_t disk, tmp, shm;
-    char *workdir;
-};
-
-static bool parse_create(struct rd *r, struct create *c) {
-    struct span id = rd_name(r);
-    c->stands_on.at = r->at;
-    if (!launcher_valid_id(id) || !layout_parse(&c->layout, r)) return false;
-    c->stands_on.size = (uint32_t)(r->at - c->stands_on.at);
-    c->in_memory = rd_u8(r);
-    c->limits.memory_bytes = rd_u64(r), c->limits.pids = rd_u32(r), c->limits.cpu_permille = rd_u32(r);
-    c->disk = rd_u64(r), c->tmp = rd_u64(r), c->shm = rd_u64(r);
+bool order_parse(struct order *o, struct rd *r) {
+    o->stands_on.at = r->at;
+    if (!layout_parse(&o->layout, r)) return false;
+    o->stands_on.size = (uint32_t)(r->at - o->stands_on.at);
+    o->in_memory = rd_u8(r);
+    o->limits.memory_bytes = rd_u64(r), o->limits.pids = rd_u32(r), o->limits.cpu_permille = rd_u32(r);
+    o->disk = rd_u64(r), o->tmp = rd_u64(r), o->shm = rd_u64(r);
     struct span workdir = rd_name(r);
-    if (!rd_done(r)) return false;
-    memcpy(c->id, id.at, id.size);
-    c->id[id.size] = 0;
-    c->workdir = launcher_text(workdir);
-    return c->workdir != NULL;
+    o->end = r->at;
+    return rd_done(r) && (o->workdir = launcher_text(workdir));
+}
+
+void order_free(struct order *o) {
+    layout_free(&o->layout);
+    free(o->workdir);
+    *o = (struct order){.disk = 0};
 }
 
 static void close_plan(struct plan *p) {
@@ -57,10 +50,10 @@ static void close_plan(struct plan *p) {
 }
 
 // What the child is given when it starts. What is made is found in the plan, also after a failure.
-static int prepare(struct plan *p, struct create *c, struct furniture *f, const char **step) {
+static int prepare(struct plan *p, const char *group, const struct order *o, struct furniture *f, const char **step) {
     if (!*f->group) {
-        if (cg_box_make(c->id, &c->limits, &f->cg, step)) return -1;
-        strcpy(f->group, c->id);
+        if (cg_box_make(group, &o->limits, &f->cg, step)) return -1;
+        strcpy(f->group, group);
     }
     p->slot = f->slot;
     p->cg = f->cg, f->cg = CG_BOX_NONE;
@@ -84,12 +77,12 @@ int launcher_send_mounts(int control, int root, const struct view *views, size_t
 }
 
 // The overlays, made while the child makes what needs no launcher.
-static int furnish(struct create *c, struct furniture *f, const char **step) {
+static int furnish(const char *name, const struct order *o, struct furniture *f, const char **step) {
     struct disk_box disk;
     *step = "upper directory";
-    if (disk_make(c->id, (uint16_t)(f->slot.base / RANGE_SIZE), c->disk, c->in_memory, &disk)) return -1;
-    int failed = layout_mount(&c->layout, false, &f->slot, &disk, &f->root, f->views, &f->count, step);
-    if (!failed) f->print = launcher_print(&c->layout, disk.dir);
+    if (disk_make(name, (uint16_t)(f->slot.base / RANGE_SIZE), o->disk, o->in_memory, &disk)) return -1;
+    int failed = layout_mount(&o->layout, false, &f->slot, &disk, &f->root, f->views, &f->count, step);
+    if (!failed) f->print = launcher_print(&o->layout, disk.dir);
     disk_box_close(&disk);
     return failed;
 }
@@ -101,17 +94,6 @@ static int hand_over(struct furniture *f, struct box *b, const char **step) {
     furniture_close(f);
     errno = error;
     return failed;
-}
-
-// A spare of its layout, or at least a range; the rest of that is made later.
-static bool find_place(struct create *c, struct furniture *f, const char **step) {
-    bool may_wait = !c->in_memory && !c->layout.cache;  // neither can be had ahead of need
-    if (may_wait) spares_note(c->stands_on, c->disk, &c->limits);
-    if (may_wait && spares_take(c->stands_on, c->id, c->disk, &c->limits, f)) return true;
-    if (!slot_take(&f->slot, step)) return true;
-    if (errno != EUSERS) return false;
-    spares_drop(NULL);  // they hold ranges too
-    return !slot_take(&f->slot, step);
 }
 
 static int start_child(struct plan *p, struct box *b, int *channel, const char **step) {
@@ -134,60 +116,82 @@ static int start_child(struct plan *p, struct box *b, int *channel, const char *
     return pid;
 }
 
-void launcher_create(uint32_t seq, struct rd *r) {
-    struct create c = {0};
-    if (!parse_create(r, &c)) {
-        free(c.workdir);
-        layout_free(&c.layout);
-        launcher_refuse(seq, "request", EINVAL);
-        return;
-    }
-    struct plan p = {.in_userns = L.in_userns, .hostname = c.id, .workdir = c.workdir, .empty_ns = L.mounts.empty_ns, .dev = -1, .places = c.layout.places, .place_count = c.layout.place_count,
-                     .tmp_bytes = c.tmp, .shm_bytes = c.shm, .disk_bytes = c.disk, .pids = c.limits.pids, .channel = -1, .control = -1, .status = -1,
-                     .cg = CG_BOX_NONE};
-    const char *step = "memory";
+static void unbuild(struct box *b, const char *disk, struct furniture *f) {
+    layout_let_go();
+    furniture_close(f);
+    if (*f->group) cg_box_remove(f->group);
+    disk_drop(disk);
+    slot_give(&f->slot);
+    if (b) launcher_free(b);
+}
+
+struct box *launcher_build(const char *id, const char *disk, struct order *o, struct furniture *f, int *channel, const char **step) {
+    struct plan p = {.in_userns = L.in_userns, .hostname = id, .workdir = o->workdir, .empty_ns = L.mounts.empty_ns, .dev = -1, .places = o->layout.places,
+                     .place_count = o->layout.place_count, .tmp_bytes = o->tmp, .shm_bytes = o->shm, .disk_bytes = o->disk, .pids = o->limits.pids,
+                     .channel = -1, .control = -1, .status = -1, .cg = CG_BOX_NONE};
+    *step = "memory";
     struct box *b = calloc(1, sizeof *b);
-    autoclose int channel = -1;
     pid_t pid = -1;
-    if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .workdir = c.workdir, .disk_bytes = c.disk, .file_bytes = c.disk, .pids = c.limits.pids};
-    struct furniture f = FURNITURE_NONE;
-    bool has_slot = b && find_place(&c, &f, &step);
-    if (has_slot && !prepare(&p, &c, &f, &step)) pid = start_child(&p, b, &channel, &step);
+    if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .disk_bytes = o->disk, .file_bytes = o->disk, .pids = o->limits.pids};
+    if (b && !prepare(&p, disk, o, f, step)) pid = start_child(&p, b, channel, step);
     int error = errno;
     close_plan(&p);
-    if (pid > 0) b->handle = ++L.generation << RANGE_BITS | f.slot.range;
-    if (pid > 0 && ((f.root < 0 && furnish(&c, &f, &step)) || hand_over(&f, b, &step) || (step = "watching it", launcher_watch(b)))) {
+    if (pid > 0) b->handle = ++L.generation << RANGE_BITS | f->slot.range;
+    if (pid > 0 && ((f->root < 0 && furnish(disk, o, f, step)) || hand_over(f, b, step) || (*step = "watching it", launcher_watch(b)))) {
         error = errno;
         k_pidfd_send_signal(b->pidfd, SIGKILL);
         waitpid(pid, NULL, 0);
         pid = -1;
     }
     if (pid < 0) {
-        layout_let_go();
-        furniture_close(&f);
-        if (has_slot) {
-            if (*f.group) cg_box_remove(f.group);
-            disk_drop(c.id);
-            slot_give(&f.slot);
-        }
-        if (b) launcher_free(b);
-        else free(c.workdir);
-        layout_free(&c.layout);
-        launcher_refuse(seq, step, error);
+        unbuild(b, disk, f);
+        errno = error;
+        return NULL;
+    }
+    b->layout = o->layout, b->workdir = o->workdir;
+    o->layout = (struct layout){.text = NULL}, o->workdir = NULL;
+    strcpy(b->id, id);
+    strcpy(b->disk, disk);
+    strcpy(b->group, f->group);
+    b->in_memory = o->in_memory;
+    b->pid = pid;
+    b->slot = f->slot;
+    io_close(&b->slot.netns);  // it lives in its processes now
+    L.boxes[f->slot.range] = b;
+    return b;
+}
+
+static bool find_slot(struct slot *slot, const char **step) {
+    if (!slot_take(slot, step)) return true;
+    if (errno != EUSERS || !spares_empty()) return false;  // they hold ranges too
+    return !slot_take(slot, step);
+}
+
+void launcher_create(uint32_t seq, struct rd *r) {
+    struct order o = {.disk = 0};
+    struct span name = rd_name(r);
+    char id[ID_MAX] = "";
+    const char *step = "request";
+    if (!launcher_valid_id(name) || !order_parse(&o, r)) {
+        order_free(&o);
+        launcher_refuse(seq, step, EINVAL);
         return;
     }
-    strcpy(b->id, c.id);
-    strcpy(b->disk, c.id);
-    strcpy(b->group, f.group);
-    b->layout = c.layout;
-    b->in_memory = c.in_memory;
-    b->pid = pid;
-    b->slot = f.slot;
-    L.boxes[f.slot.range] = b;
-    struct wr w = launcher_answer(seq, 0);
-    wr_u32(&w, b->handle);
-    wr_u32(&w, (uint32_t)pid);
-    launcher_send(&w, &channel, 1);
-    io_close(&b->slot.netns);  // it lives in its processes now
-    layout_let_go();
+    memcpy(id, name.at, name.size);
+    autoclose int channel = -1;
+    bool may_wait = !o.in_memory && !o.layout.cache;  // neither can be had ahead of need
+    struct box *b = may_wait ? spares_take(&o, id, &channel) : NULL;
+    struct furniture f = FURNITURE_NONE;
+    if (!b && find_slot(&f.slot, &step)) b = launcher_build(id, id, &o, &f, &channel, &step);
+    if (b) {
+        struct wr w = launcher_answer(seq, 0);
+        wr_u32(&w, b->handle);
+        wr_u32(&w, (uint32_t)b->pid);
+        launcher_send(&w, &channel, 1);
+        next_created(b);
+        layout_let_go();
+    } else {
+        launcher_refuse(seq, step, errno);
+    }
+    order_free(&o);
 }

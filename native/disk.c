@@ -42,10 +42,12 @@ static struct {
     enum disk_mode mode;
     int boxes, trash;
     bool dirty;  // something lies in the trash
+    bool is_second;
     int hold[HELD_MAX], held;
 } disk = {.boxes = -1, .trash = -1};
 
 enum disk_mode disk_mode(void) { return disk.mode; }
+void disk_is_second(void) { disk.is_second = true; }
 
 // ---- removing ----
 
@@ -245,7 +247,7 @@ static int set_project_limit(int dir, uint32_t project, uint64_t bytes) {
 static int limit_project(int dir, uint16_t number, uint64_t bytes) {
     struct fsxattr attr;
     static unsigned turn;
-    uint32_t project = PROJECT_FIRST + (turn++ % PROJECT_TURNS << 16) + number;
+    uint32_t project = PROJECT_FIRST + ((turn++ * 2 + disk.is_second) % PROJECT_TURNS << 16) + number;
     if (ioctl(dir, FS_IOC_FSGETXATTR, &attr)) return -1;
     attr.fsx_projid = project;
     attr.fsx_xflags |= FS_XFLAG_PROJINHERIT;

@@ -19,6 +19,7 @@ struct disk_box {
 // `dir` holds boxes/ and trash/. `image` is a file with btrfs on it, or "". Never fails for want of quotas; `why` then says what was missing.
 int disk_open(const char *dir, const char *image, char *why, size_t why_size);
 enum disk_mode disk_mode(void);
+void disk_is_second(void);  // two processes make directories at once, and this is the other one
 // `number` is no other live sandbox's on this machine. With `in_memory` a tmpfs of that size. 0, or -1 with errno; nothing is left behind.
 int disk_make(const char *id, uint16_t number, uint64_t bytes, bool in_memory, struct disk_box *out);
 void disk_box_close(struct disk_box *box);

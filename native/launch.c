@@ -42,6 +42,8 @@
 #include "io.h"
 #include "kernel.h"
 #include "launcher.h"
+#include "maker.h"
+#include "next.h"
 #include "seccomp.h"
 #include "spare.h"
 
@@ -53,7 +55,7 @@
 struct launcher L;  // set up by launcher_main: an initialiser would put all of it into the file
 
 // What an epoll event is about: the engine, a box's pidfd or status pipe, or the status pipe of a worker that enters one.
-enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS, SRC_ENTRY, SRC_SNAPSHOT };
+enum source { SRC_ENGINE, SRC_BOX, SRC_STATUS, SRC_ENTRY, SRC_SNAPSHOT, SRC_MAKER };
 static uint64_t tag(enum source s, uint32_t handle) { return (uint64_t)s << 32 | handle; }
 
 static int watch(int fd, uint64_t what) {
@@ -133,16 +135,19 @@ static void on_status(struct box *b) {
 }
 
 // The sandbox's first process is dead, and with it all others: the kernel saw to that before it let us know.
-static void bury(struct box *b) {
+void launcher_bury(struct box *b) {
     siginfo_t info;
     waitid((idtype_t)3 /* P_PIDFD */, (id_t)b->pidfd, &info, WEXITED);
     if (!cg_box_remove(b->group) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->group);
     disk_drop(b->disk);
     slot_give(&b->slot);
+    next_drop(b);
     L.buried = true;
     L.boxes[b->handle & (BOXES_MAX - 1)] = NULL;
     if (b->status >= 0) on_status(b);
-    if (b->destroy_seq) {
+    if (b->is_spare) {
+        spares_lost(b);
+    } else if (b->destroy_seq) {
         launcher_done(b->destroy_seq);
     } else {
         struct wr w = launcher_answer(0, 2);
@@ -241,6 +246,9 @@ static const char *configure(const char *run, const char *dir, const char *image
     if (mkdir(stage, 0700) && errno != EEXIST) return "state directory";
     if (mounts_open(&L.mounts, stage, L.in_userns, &step)) return step;
     if (slots_open(first, ranges, L.in_userns)) return "network namespace";
+    if (unshare(CLONE_NEWUTS) || sethostname("sandbox", 7) || (L.home_uts = open("/proc/self/ns/uts", O_RDONLY | O_CLOEXEC)) < 0) return "host name";
+    int maker = maker_open();
+    if (maker >= 0 && watch(maker, tag(SRC_MAKER, 0))) return "memory";
     return NULL;
 }
 
@@ -318,13 +326,26 @@ static void retry_leftovers(void) {
 
 // Nothing has happened for a while: work that nobody should wait for.
 static int on_quiet(void) {
+    layout_let_go();
     reap_others();
     retry_leftovers();
     sweep_trash();
     bool is_entering = launcher_entering(), is_snapshotting = launcher_snapshotting();
     // While a snapshot is taken everything in that sandbox waits for this loop.
-    if (slots_prepare() || (!is_snapshotting && (spares_prepare() || disk_prepare()))) return 0;
-    return is_entering || is_snapshotting || L.leftover_count || L.sweeper > 0 ? RETRY_MS : spares_expire();
+    if (!next_prepare()) spares_prepare();
+    if (slots_prepare() || (!is_snapshotting && disk_prepare())) return 0;
+    if (is_entering || is_snapshotting || L.leftover_count || L.sweeper > 0) return RETRY_MS;
+    int spare_ms = spares_expire(), next_ms = next_expire();
+    return spare_ms < 0 || (next_ms >= 0 && next_ms < spare_ms) ? next_ms : spare_ms;
+}
+
+static void on_made(void) {
+    struct furniture f;
+    enum maker_says said = maker_said(&f);
+    if (said == MAKER_NOTHING) return;
+    bool was_spare = spares_made(said, &f);
+    if (!was_spare) next_made(said, &f);
+    if (!next_prepare() && was_spare) spares_prepare();
 }
 
 // How many there were; -1: the engine is gone.
@@ -340,13 +361,14 @@ static int take_events(int wait_ms) {
             if (!on_packet()) return -1;
             break;
         case SRC_BOX:
-            if (b) bury(b);
+            if (b) launcher_bury(b);
             break;
         case SRC_STATUS:
             if (b && b->status >= 0) on_status(b);
             break;
         case SRC_ENTRY: launcher_entered(which); break;
         case SRC_SNAPSHOT: launcher_snapshot_said(which); break;
+        case SRC_MAKER: on_made(); break;
         }
     }
     return n;
@@ -357,8 +379,8 @@ static void serve(void) {
     while ((n = take_events(wait_ms)) >= 0) {
         launcher_entering();
         launcher_snapshotting();
-        // Whoever ends one sandbox may soon want another: what it used up is replaced while nobody waits.
-        if (L.buried && n < 2 && !slots_prepare()) spares_prepare();
+        // Whoever ends one sandbox may soon want another.
+        if (L.buried) spares_prepare();
         L.buried = false;
         wait_ms = n > 0 ? (L.ready ? QUIET_MS : -1) : on_quiet();
     }
@@ -367,9 +389,9 @@ static void serve(void) {
 // The engine is gone. Everything of its is ended and removed; what would take longer than this is left to the next engine's sweep.
 static void close_all(void) {
     epoll_ctl(L.epoll, EPOLL_CTL_DEL, L.engine, NULL);  // its end would be told again and again
+    spares_close();
     for (unsigned i = 0; i < BOXES_MAX; i++)
         if (L.boxes[i]) launcher_end(L.boxes[i]);  // with its snapshot, which would hold on to its dead
-    spares_drop(NULL);
     uint64_t until = io_now_ns() + 8000000000u;
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);

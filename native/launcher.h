@@ -36,12 +36,26 @@ struct box {
     uint32_t destroy_seq;  // who waits for its end; 0: nobody
     struct setup_failure failure;
     bool failed;
+    bool is_spare;         // nobody holds it yet
+    unsigned snapshots;    // that were taken of it
+};
+
+// What a CREATE asks for, but for its id.
+struct order {
+    struct span stands_on;  // the layout as it came, at the beginning of the order
+    const uint8_t *end;     // of the order
+    struct layout layout;
+    bool in_memory;
+    struct cg_limits limits;
+    uint64_t disk, tmp, shm;
+    char *workdir;
 };
 
 extern struct launcher {
     int engine, epoll;
     bool in_userns, ready;
     int userns_error;               // why an ordinary user cannot have sandboxes; 0: nothing is wrong
+    int home_uts;                   // its own name is nobody's
     struct mounts mounts;
     struct box *boxes[BOXES_MAX];
     uint32_t generation;
@@ -66,6 +80,8 @@ void launcher_unwatch(int *fd);
 void launcher_free(struct box *b);
 // Ends it; its death is told, unless somebody waits for it.
 void launcher_end(struct box *b);
+// Its first process is dead: everything of it is removed. Waits until it is so.
+void launcher_bury(struct box *b);
 // A NUL-terminated copy; the caller frees.
 char *launcher_text(struct span s);
 // Letters, digits and hyphens: an id becomes a directory, a control group and a host name.
@@ -73,6 +89,13 @@ bool launcher_valid_id(struct span s);
 
 // In create.c: answers with a handle, the first process and its channel, or with the step that failed.
 void launcher_create(uint32_t seq, struct rd *r);
+// All that is left to read. False: it is malformed, or there is no memory; order_free either way.
+bool order_parse(struct order *o, struct rd *r);
+void order_free(struct order *o);
+struct furniture;
+// Starts a sandbox with that furniture, or what there is of it, and makes the rest. `id` "": it has no name yet. The box takes what it needs from the order. NULL with
+// errno and *step on failure, and then nothing is left of the furniture.
+struct box *launcher_build(const char *id, const char *disk, struct order *o, struct furniture *f, int *channel, const char **step);
 
 // The root and the views, as descriptors, to whoever mounts them. 0, or -1 with errno.
 int launcher_send_mounts(int control, int root, const struct view *views, size_t count);
@@ -96,11 +119,11 @@ void launcher_packet(const uint8_t *packet, size_t size);
 
 // In limit.c.
 void launcher_limit(uint32_t seq, struct rd *r);
+// Holds a spare that nobody has used to other limits than it was made for. False: to make another is better.
+bool launcher_rebind(struct box *b, const struct order *o);
 
 // In pristine.c.
 uint64_t launcher_print(const struct layout *l, int disk);
 void launcher_pristine(uint32_t seq, struct rd *r);
 
-void TS(const char *what);
-void TSD(void);
 #endif

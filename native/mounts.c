@@ -141,7 +141,8 @@ int mounts_dev(struct mounts *m) { return k_open_tree(m->stage, "dev", K_OPEN_TR
 
 // ---- shifted views ----
 
-#define SHIFTED "x"  // where the view that all others of a sandbox hang below is attached while overlay looks at them
+// Where the view that all others of a sandbox hang below is attached while overlay looks at them.
+static const char *shifted(const struct mounts *m) { return m->is_second ? "y" : "x"; }
 
 int mounts_shift_at(int dir, int userns, int at, const char *name) {
     autoclose int tree = k_open_tree(dir, "", K_OPEN_TREE_CLONE | K_OPEN_TREE_CLOEXEC | K_AT_EMPTY_PATH);
@@ -152,16 +153,16 @@ int mounts_shift_at(int dir, int userns, int at, const char *name) {
 }
 
 int mounts_shift(struct mounts *m, int dir, int userns) {
-    if (mkdirat(m->stage, SHIFTED, 0700) && errno != EEXIST) return -1;
+    if (mkdirat(m->stage, shifted(m), 0700) && errno != EEXIST) return -1;
     if (m->is_held) mounts_let_go(m);  // nothing can be attached where a directory that is gone was seen
     if (m->is_held) return -1;
     m->is_held = true;
-    return mounts_shift_at(dir, userns, m->stage, SHIFTED);
+    return mounts_shift_at(dir, userns, m->stage, shifted(m));
 }
 
 void mounts_let_go(struct mounts *m) {
     char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d/" SHIFTED, m->stage);
+    snprintf(path, sizeof path, "/proc/self/fd/%d/%s", m->stage, shifted(m));
     m->is_held = umount2(path, MNT_DETACH) && errno != EINVAL;  // overlay holds its own references
 }
 

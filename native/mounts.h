@@ -16,6 +16,7 @@ struct mounts {
     int stage;        // directory of the tmpfs
     int empty_ns;     // mount namespace that holds nothing but an empty read-only tmpfs
     bool cannot_shift;  // kernel or file system: see layout.c
+    bool is_second;   // the maker's, which has a place of its own for that
     bool is_held;     // something is attached where shifted views are, or could not be let go of
 };
 

@@ -257,7 +257,7 @@ _Noreturn void sandbox_main(struct plan *p) {
     if (poll(&(struct pollfd){.fd = status_fd}, 1, 0) != 0) _exit(70);
     if (cg_join(p->cg.agent_join, p->cg.agent_joins)) fail("cgroup of the agent");
     if (setns(p->slot.netns, CLONE_NEWNET)) fail("network namespace");
-    if (sethostname(p->hostname, strlen(p->hostname))) fail("host name");
+    if (*p->hostname && sethostname(p->hostname, strlen(p->hostname))) fail("host name");
     build_root(p);
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair)) fail("worker socket");

@@ -21,7 +21,7 @@ struct view {
 
 struct plan {
     bool in_userns;
-    const char *hostname, *workdir;
+    const char *hostname, *workdir;  // "": it is given its name later, from outside
     struct slot slot;
     struct cg_box cg;
     int empty_ns, dev;   // mount namespace to start from; a detached mount of /dev

@@ -54,7 +54,7 @@ static int bring_loopback_up(void) {
     return sock < 0 ? -1 : ioctl(sock, SIOCSIFFLAGS, &ifr);
 }
 
-static int make_net(void) {
+int slot_make_net(void) {
     if (unshare(CLONE_NEWNET)) return -1;
     int ns = -1;
     if (!bring_loopback_up()) {
@@ -131,7 +131,7 @@ static uid_t base_of(unsigned range) { return slots.in_userns ? 0 : (uid_t)((slo
 
 // ---- taking and giving ----
 
-int slot_take(struct slot *out, const char **step) {
+static int take_range(struct slot *out, const char **step) {
     *step = "user id range";
     if (!slots.idle_count) {
         errno = EUSERS;
@@ -140,12 +140,25 @@ int slot_take(struct slot *out, const char **step) {
     unsigned range = slots.idle[slots.idle_count - 1];
     *step = "user namespace";
     if (slots.userns[range] < 0 && (slots.userns[range] = make_userns(base_of(range))) < 0) return -1;
-    *step = "network namespace";
-    int net = slots.net_count ? slots.nets[--slots.net_count] : make_net();
-    if (net < 0) return -1;
     slots.idle_count--;
-    *out = (struct slot){.userns = slots.userns[range], .netns = net, .base = base_of(range), .range = range};
+    *out = (struct slot){.userns = slots.userns[range], .netns = -1, .base = base_of(range), .range = range};
     return 0;
+}
+
+bool slot_take_bare(struct slot *out) {
+    const char *step;
+    return slots.idle_count > AHEAD && !take_range(out, &step);
+}
+
+int slot_take(struct slot *out, const char **step) {
+    if (take_range(out, step)) return -1;
+    *step = "network namespace";
+    out->netns = slots.net_count ? slots.nets[--slots.net_count] : slot_make_net();
+    if (out->netns >= 0) return 0;
+    int error = errno;
+    slot_give(out);
+    errno = error;
+    return -1;
 }
 
 void slot_give(struct slot *slot) {
@@ -155,7 +168,7 @@ void slot_give(struct slot *slot) {
 
 bool slots_prepare(void) {
     if (slots.net_count < AHEAD) {
-        int net = make_net();
+        int net = slot_make_net();
         if (net < 0) return false;  // whoever needs one is told why
         slots.nets[slots.net_count++] = net;
         return true;

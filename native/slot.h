@@ -22,6 +22,9 @@ struct slot {
 int slots_open(unsigned first, unsigned count, bool in_userns);
 // 0, or -1 with errno and *step.
 int slot_take(struct slot *out, const char **step);
+// Without a network namespace, which somebody else makes. False: there is none to spare.
+bool slot_take_bare(struct slot *out);
+int slot_make_net(void);  // with its loopback up; -1 with errno
 // The sandbox is gone with all its processes.
 void slot_give(struct slot *slot);
 // Makes one thing ahead of need. False: enough is ready.

@@ -13,6 +13,8 @@
 #include "disk.h"
 #include "io.h"
 #include "launcher.h"
+#include "maker.h"
+#include "next.h"
 #include "spare.h"
 #include "swap.h"
 
@@ -71,7 +73,7 @@ static void answer(struct pending *p, bool copied, uint64_t ns, const char *laye
 }
 
 static void undo(struct pending *p, struct box *b) {
-    if (p->mounts) furniture_close(p->mounts);
+    if (p->mounts) maker_discard(p->mounts);
     free(p->mounts), p->mounts = NULL;
     if (p->pushed && b) layout_pop(&b->layout);
     if (p->made) disk_drop(p->fresh);
@@ -95,14 +97,27 @@ static const char *make_mounts(struct pending *p, struct box *b) {
     struct furniture *f = p->mounts;
     int failed = layout_mount(&b->layout, true, &b->slot, &disk, &f->root, f->views, &f->count, &step), error = errno;
     disk_box_close(&disk);
-    layout_let_go();
     errno = error;
     return failed ? step : NULL;
 }
 
+// Those that were made before anybody asked. False: there are none, and nothing is changed.
+static bool take_mounts(struct pending *p, struct box *b) {
+    char above[4200 + ID_MAX];
+    snprintf(above, sizeof above, "%s/%s/upper", layout_boxes(), b->disk);
+    p->mounts = malloc(sizeof *p->mounts);
+    if (!p->mounts || !next_take(b, p->fresh, p->mounts, &p->glance)) {
+        free(p->mounts), p->mounts = NULL;
+        return false;
+    }
+    p->made = true;
+    p->pushed = layout_push(&b->layout, above);
+    return true;
+}
+
 // They were made while the sandbox went on, because that takes longest; nothing is looked up in them before they are used, so only what they copied from the
 // old upper directory must still be so now that it stands still.
-static bool are_current(const struct pending *p, const struct box *b) { return p->mounts && p->glance && p->glance == layout_glance(&b->layout, b->layout.lowers[0]); }
+static bool are_current(const struct pending *p, const struct box *b) { return p->mounts && p->pushed && p->glance && p->glance == layout_glance(&b->layout, b->layout.lowers[0]); }
 
 static const char *send_mounts(struct pending *p) {
     int failed = launcher_send_mounts(p->sock, p->mounts->root, p->mounts->views, p->mounts->count), error = errno;
@@ -142,9 +157,12 @@ static void on_note(struct pending *p, struct box *b, struct swap_note *n) {
         strcpy(b->disk, p->fresh);
         b->print = 0;
         p->made = p->pushed = false;
+        next_snapshotted(b);
+        layout_let_go();  // a grace period of the kernel's, for which nobody has to stand still
         break;
     case SWAP_COPIED:
         answer(p, true, n->still_ns, p->copy);
+        next_snapshotted(b);
         p->copies = false;
         break;
     case SWAP_FAILED:
@@ -220,7 +238,7 @@ static int start(uint32_t seq, struct box *b, const char *fresh) {
     }
     used++;
     ours = -1;
-    if (may_swap && make_mounts(p, b)) undo(p, b);  // it is tried again when they are wanted, and then told
+    if (may_swap && !take_mounts(p, b) && make_mounts(p, b)) undo(p, b);  // it is tried again when they are wanted, and then told
     return 0;
 }
 

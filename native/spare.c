@@ -1,10 +1,11 @@
 #define _GNU_SOURCE
 #include "spare.h"
 
-#include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
+#include <poll.h>
+#include <sched.h>
 #include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -14,21 +15,26 @@
 #include "io.h"
 #include "launcher.h"
 #include "layout.h"
+#include "maker.h"
+#include "next.h"
 
-#define SPARES_MAX 2             // each holds a dozen descriptors and some 100 KiB of the kernel's memory
+#define SPARES_MAX 2             // each costs what an idle sandbox costs
 #define RECENT_MAX 8
+#define STILL_WANTED 8           // wishes: who asks for two things in turn finds one of each
 #define WORTH_KEEPING 4          // layouts: with more than two in turn some find a spare each time, instead of none ever
 #define UNUSED_NS 60000000000u   // an image's file system shall not stay busy for long after its last sandbox
+#define END_PATIENCE_MS 1000
 
-// A layout that was asked for, latest first.
+// What was asked for, latest first.
 static struct wish {
-    uint8_t *layout;
+    uint8_t *order;      // as it came
     uint32_t size;
+    uint32_t stands_on;  // how much of it is the layout
     unsigned times;
-    uint64_t disk_bytes;
-    struct cg_limits limits;
+    unsigned last;       // when: as the how manieth wish of all
+    unsigned served;     // and when a spare was last begun for it
 } recent[RECENT_MAX];
-static unsigned recent_count;
+static unsigned recent_count, wishes;
 static uint64_t last_wish_ns;
 
 // Which directory it was, not only what its name was: a layer may have been removed and made again.
@@ -38,15 +44,16 @@ struct identity {
 };
 
 static struct spare {
-    bool is_begun;
-    uint8_t *key;
-    uint32_t key_size;
-    struct layout layout;
+    bool is_asked;         // the maker is about it, or it is there
+    bool is_unwanted;      // and is given up when it comes
+    char name[ID_MAX];     // of its groups, and of its upper directory until it is taken
+    uint8_t *key;          // the order it was made by
+    uint32_t key_size, stands_on;
+    struct order order;
+    struct slot slot;      // until it is there
     struct identity *below;
-    struct furniture furniture;
-    char name[ID_MAX];
-    uint64_t disk_bytes;
-    struct cg_limits limits;
+    struct box *box;
+    int channel;
 } spares[SPARES_MAX];
 
 void furniture_close(struct furniture *f) {
@@ -58,34 +65,34 @@ void furniture_close(struct furniture *f) {
 // ---- what is wished for ----
 
 static void forget_wish(unsigned i) {
-    free(recent[i].layout);
+    free(recent[i].order);
     memmove(recent + i, recent + i + 1, (--recent_count - i) * sizeof *recent);
 }
 
-void spares_note(struct span layout, uint64_t disk_bytes, const struct cg_limits *limits) {
-    struct wish wish = {.size = layout.size, .times = 1, .disk_bytes = disk_bytes, .limits = *limits};
+static void note(const uint8_t *order, uint32_t size, uint32_t stands_on) {
+    struct wish wish = {.size = size, .stands_on = stands_on, .times = 1, .last = ++wishes};
     last_wish_ns = io_now_ns();
-    for (unsigned i = 0; i < recent_count && !wish.layout; i++) {
-        if (recent[i].size != layout.size || memcmp(recent[i].layout, layout.at, layout.size)) continue;
-        wish.layout = recent[i].layout;
-        wish.times += recent[i].times;
+    for (unsigned i = 0; i < recent_count && !wish.order; i++) {
+        if (recent[i].size != size || memcmp(recent[i].order, order, size)) continue;
+        wish.order = recent[i].order;
+        wish.times += recent[i].times, wish.served = recent[i].served;
         memmove(recent + i, recent + i + 1, (--recent_count - i) * sizeof *recent);
     }
-    if (!wish.layout && recent_count == RECENT_MAX) forget_wish(RECENT_MAX - 1);
-    if (!wish.layout && (wish.layout = malloc(layout.size))) memcpy(wish.layout, layout.at, layout.size);
-    if (!wish.layout) return;
+    if (!wish.order && recent_count == RECENT_MAX) forget_wish(RECENT_MAX - 1);
+    if (!wish.order && (wish.order = malloc(size))) memcpy(wish.order, order, size);
+    if (!wish.order) return;
     memmove(recent + 1, recent, recent_count++ * sizeof *recent);
     recent[0] = wish;
 }
 
-// How long ago a layout was asked for, in wishes.
+// How long ago it was asked for, in wishes.
 static unsigned age(const struct spare *s) {
     for (unsigned i = 0; i < recent_count; i++)
-        if (recent[i].size == s->key_size && !memcmp(recent[i].layout, s->key, s->key_size)) return i;
+        if (recent[i].size == s->key_size && !memcmp(recent[i].order, s->key, s->key_size)) return i;
     return RECENT_MAX;
 }
 
-// ---- making and giving up ----
+// ---- what it stands on ----
 
 static size_t directory_count(const struct layout *l) { return l->lower_count + l->view_count; }
 static const char *directory(const struct layout *l, size_t i) { return i < l->lower_count ? l->lowers[i] : l->sources[i - l->lower_count]; }
@@ -97,99 +104,182 @@ static bool look(const char *path, struct identity *out) {
     return true;
 }
 
-// Its memory; `furniture` is somebody else's by now, or was never made.
-static void clear(struct spare *s) {
-    layout_free(&s->layout);
-    free(s->key), free(s->below);
-    *s = (struct spare){.is_begun = false};
+static const struct layout *layout_of(const struct spare *s) { return s->box ? &s->box->layout : &s->order.layout; }
+
+static bool is_current(const struct spare *s) {
+    const struct layout *l = layout_of(s);
+    for (size_t i = 0; i < directory_count(l); i++) {
+        struct identity now;
+        if (!look(directory(l, i), &now) || now.device != s->below[i].device || now.number != s->below[i].number) return false;
+    }
+    return true;
 }
 
-static bool is_furnished(const struct spare *s) { return s->furniture.root >= 0; }
+// ---- making and giving up ----
+
+// Its place is free again; a box is somebody else's by now, or dead.
+static void clear(struct spare *s) {
+    order_free(&s->order);
+    free(s->key), free(s->below);
+    *s = (struct spare){.is_asked = false};
+}
 
 static void give_up(struct spare *s) {
-    if (is_furnished(s)) disk_drop(s->name);
-    furniture_close(&s->furniture);
-    cg_box_remove(s->furniture.group);
-    slot_give(&s->furniture.slot);
+    if (!s->box) {
+        s->is_unwanted = true;  // the maker cannot be held up
+        return;
+    }
+    struct box *b = s->box;
+    io_close(&s->channel);
     clear(s);
+    launcher_end(b);  // it is buried like any other, and nobody is told
 }
 
-// In two steps, the shorter one first, so that a request need not wait for both; what is still missing when a spare is taken its new holder makes.
 static bool begin(struct spare *s, const struct wish *w) {
     static unsigned begun;
-    const char *step;
-    struct rd r = rd_of(w->layout, w->size);
-    struct furniture *f = &s->furniture;
-    *s = (struct spare){.key = malloc(w->size), .key_size = w->size, .disk_bytes = w->disk_bytes, .limits = w->limits, .furniture = FURNITURE_NONE};
+    struct rd r = rd_of(w->order, w->size);
+    *s = (struct spare){.key = malloc(w->size), .key_size = w->size, .stands_on = w->stands_on, .channel = -1};
     snprintf(s->name, sizeof s->name, "spare-%u", begun++);
-    if (s->key) memcpy(s->key, w->layout, w->size);
-    bool well = s->key && layout_parse(&s->layout, &r) && (s->below = calloc(directory_count(&s->layout), sizeof *s->below));
-    for (size_t i = 0; well && i < directory_count(&s->layout); i++) well = look(directory(&s->layout, i), &s->below[i]);
-    bool has_slot = well && !slot_take(&f->slot, &step);
-    s->is_begun = has_slot && !cg_box_make(s->name, &s->limits, &f->cg, &step);
-    strcpy(f->group, s->name);
-    if (has_slot && !s->is_begun) slot_give(&f->slot);
-    if (!s->is_begun) clear(s);
-    return s->is_begun;
+    if (s->key) memcpy(s->key, w->order, w->size);
+    bool well = s->key && order_parse(&s->order, &r) && (s->below = calloc(directory_count(&s->order.layout), sizeof *s->below));
+    for (size_t i = 0; well && i < directory_count(&s->order.layout); i++) well = look(directory(&s->order.layout, i), &s->below[i]);
+    s->is_asked = well && slot_take_bare(&s->slot);
+    if (s->is_asked && maker_ask(s->name, (struct span){s->key, s->stands_on}, &s->slot, s->order.disk, &s->order.limits)) return true;
+    if (s->is_asked) slot_give(&s->slot);
+    clear(s);
+    return false;
 }
 
-static bool furnish(struct spare *s) {
-    struct furniture *f = &s->furniture;
-    struct disk_box disk;
-    const char *step;
-    if (disk_make(s->name, (uint16_t)(f->slot.base / RANGE_SIZE), s->disk_bytes, false, &disk)) return false;
-    int failed = layout_mount(&s->layout, false, &f->slot, &disk, &f->root, f->views, &f->count, &step);
-    if (!failed) f->print = launcher_print(&s->layout, disk.dir);
-    layout_let_go();
-    disk_box_close(&disk);
-    if (failed) disk_drop(s->name);
-    return !failed;
+static bool has_spare(const struct wish *w) {
+    for (const struct spare *s = spares; s < spares + SPARES_MAX; s++)
+        if (s->is_asked && s->key_size == w->size && !memcmp(s->key, w->order, w->size)) return true;
+    return false;
+}
+
+// Of what is asked for now and has no spare, what has gone without for longest: otherwise one of two that take turns could always find one, and the other never.
+// If all have one, what was asked for last.
+static unsigned most_wanted(void) {
+    unsigned found = recent_count;
+    for (unsigned i = 0; i < recent_count; i++) {
+        bool is_wanted = !i || (recent[i].times > 1 && wishes - recent[i].last < STILL_WANTED);
+        if (is_wanted && !has_spare(&recent[i]) && (found == recent_count || recent[i].served < recent[found].served)) found = i;
+    }
+    return found == recent_count ? 0 : found;
 }
 
 static bool has_twin(const struct spare *s) {
     for (const struct spare *other = spares; other < spares + SPARES_MAX; other++)
-        if (other != s && other->is_begun && other->key_size == s->key_size && !memcmp(other->key, s->key, s->key_size)) return true;
+        if (other != s && other->is_asked && other->key_size == s->key_size && !memcmp(other->key, s->key, s->key_size)) return true;
     return false;
 }
 
+// The one that the maker is about, or was.
+static struct spare *in_making(void) {
+    for (struct spare *s = spares; s < spares + SPARES_MAX; s++)
+        if (s->is_asked && !s->box) return s;
+    return NULL;
+}
+
 bool spares_prepare(void) {
-    struct spare *free_place = NULL, *begun = NULL, *oldest = NULL;
+    struct spare *free_place = NULL, *oldest = NULL;
     unsigned latest = 0;
+    if (!recent_count || !maker_is_free()) return false;
     for (struct spare *s = spares; s < spares + SPARES_MAX; s++) {
-        if (!s->is_begun) free_place = s;
-        else if (!is_furnished(s)) begun = s;
+        if (!s->is_asked) free_place = s;
         else if (age(s) == 0) latest++;
         else if (!oldest || age(s) > age(oldest)) oldest = s;
     }
-    unsigned impossible = 0;  // what cannot be made is forgotten; whoever asks for it is told why
-    if (begun) {
-        if (furnish(begun)) return true;
-        impossible = age(begun);
-        give_up(begun);
-    } else if (recent_count && free_place) {
-        if (begin(free_place, &recent[0])) return true;
-    } else {
-        // What was asked for once takes nobody's place: snapshots are often restored once and not again.
-        if (!recent_count || latest || !oldest || recent[0].times < 2 || (age(oldest) < WORTH_KEEPING && !has_twin(oldest))) return false;
-        give_up(oldest);
-        return true;
+    if (free_place) {
+        unsigned wanted = most_wanted();
+        recent[wanted].served = wishes;
+        if (begin(free_place, &recent[wanted])) return true;
+        forget_wish(wanted);  // what cannot be made; whoever asks for it is told why
+        return false;
     }
-    if (impossible < recent_count) forget_wish(impossible);
-    return false;
+    // What was asked for once takes nobody's place: snapshots are often restored once and not again.
+    if (latest || !oldest || recent[0].times < 2 || (age(oldest) < WORTH_KEEPING && !has_twin(oldest))) return false;
+    give_up(oldest);
+    return true;
+}
+
+// What cannot be made is forgotten; whoever asks for it is told why.
+static void fail(struct spare *s) {
+    unsigned i = age(s);
+    if (i < recent_count) forget_wish(i);
+    clear(s);
+}
+
+static void start(struct spare *s, struct furniture *f) {
+    const char *step;
+    f->slot.userns = s->slot.userns, f->slot.base = s->slot.base, f->slot.range = s->slot.range;
+    if (s->is_unwanted) {
+        cg_box_close(&f->cg);
+        maker_discard(f);
+        slot_give(&f->slot);
+        cg_box_remove(f->group);
+        disk_drop(f->group);
+        clear(s);
+        return;
+    }
+    s->box = launcher_build("", f->group, &s->order, f, &s->channel, &step);
+    if (s->box) s->box->is_spare = true;
+    else fail(s);
+}
+
+static void lose(struct spare *s, bool is_cleared_away) {
+    if (!is_cleared_away) cg_box_remove(s->name), disk_drop(s->name);
+    slot_give(&s->slot);
+    fail(s);
+}
+
+bool spares_made(enum maker_says said, struct furniture *f) {
+    struct spare *s = in_making();
+    if (!s) return false;
+    if (said == MAKER_DONE) start(s, f);
+    else lose(s, said == MAKER_FAILED);
+    return true;
+}
+
+void spares_close(void) {
+    maker_close();
+    struct spare *s = in_making();
+    if (s) lose(s, false);
+    else next_made(MAKER_GONE, NULL);
+    spares_drop(NULL);
+    next_drop(NULL);
+}
+
+void spares_lost(const struct box *b) {
+    for (struct spare *s = spares; s < spares + SPARES_MAX; s++) {
+        if (s->box != b) continue;
+        io_close(&s->channel);
+        fail(s);
+    }
 }
 
 void spares_drop(const char *path) {
     for (struct spare *s = spares; s < spares + SPARES_MAX; s++) {
-        bool stands = s->is_begun && !path;
-        for (size_t i = 0; s->is_begun && path && i < directory_count(&s->layout); i++) stands |= !strcmp(directory(&s->layout, i), path);
+        bool stands = s->is_asked && !path;
+        for (size_t i = 0; s->is_asked && path && i < directory_count(layout_of(s)); i++) stands |= !strcmp(directory(layout_of(s), i), path);
         if (stands) give_up(s);
     }
     for (unsigned i = 0; !path && recent_count;) forget_wish(i);
 }
 
+bool spares_empty(void) {
+    struct box *boxes[SPARES_MAX];
+    size_t count = 0;
+    for (const struct spare *s = spares; s < spares + SPARES_MAX; s++)
+        if (s->box) boxes[count++] = s->box;
+    spares_drop(NULL);
+    for (size_t i = 0; i < count; i++)
+        if (poll(&(struct pollfd){.fd = boxes[i]->pidfd, .events = POLLIN}, 1, END_PATIENCE_MS) == 1) launcher_bury(boxes[i]);
+    return count;
+}
+
 int spares_expire(void) {
     bool any = false;
-    for (size_t i = 0; i < SPARES_MAX; i++) any |= spares[i].is_begun;
+    for (size_t i = 0; i < SPARES_MAX; i++) any |= spares[i].is_asked;
     if (!any) return -1;
     uint64_t unused = io_now_ns() - last_wish_ns;
     if (unused < UNUSED_NS) return (int)((UNUSED_NS - unused) / 1000000u) + 1;
@@ -199,32 +289,45 @@ int spares_expire(void) {
 
 // ---- handing over ----
 
-static bool is_current(const struct spare *s) {
-    for (size_t i = 0; i < directory_count(&s->layout); i++) {
-        struct identity now;
-        if (!look(directory(&s->layout, i), &now) || now.device != s->below[i].device || now.number != s->below[i].number) return false;
-    }
-    return true;
+// Nobody inside has the right to change it, not even the agent. The launcher has a name of its own, to which it comes back.
+static bool name_it(const struct box *b) {
+    if (setns(b->pidfd, CLONE_NEWUTS)) return false;
+    bool well = !sethostname(b->id, strlen(b->id));
+    if (setns(L.home_uts, CLONE_NEWUTS)) _exit(70);  // in the wrong namespace nothing can be trusted any more
+    return well;
 }
 
-// Held to what the next sandbox may use.
-static bool bind(const struct spare *s, uint64_t disk_bytes, const struct cg_limits *limits) {
-    const unsigned all = cg_abilities() & (CG_MEMORY | CG_PIDS | CG_CPU);
-    bool same = s->limits.memory_bytes == limits->memory_bytes && s->limits.pids == limits->pids && s->limits.cpu_permille == limits->cpu_permille;
-    if (!same && (cg_box_limit(s->name, limits) & all) != all) return false;
-    return !is_furnished(s) || s->disk_bytes == disk_bytes || !disk_limit(s->name, disk_bytes, false) || errno == EOPNOTSUPP;
+static bool is_alive(const struct box *b) { return !b->failed && poll(&(struct pollfd){.fd = b->pidfd, .events = POLLIN}, 1, 0) == 0; }
+
+static bool fits(const struct spare *s, const struct order *o) {
+    const struct box *b = s->box;
+    return b && s->stands_on == o->stands_on.size && !memcmp(s->key, o->stands_on.at, o->stands_on.size) && s->order.shm == o->shm && !strcmp(b->workdir, o->workdir);
 }
 
-bool spares_take(struct span layout, const char *id, uint64_t disk_bytes, const struct cg_limits *limits, struct furniture *out) {
-    for (struct spare *s = spares; s < spares + SPARES_MAX; s++) {
-        if (!s->is_begun || s->key_size != layout.size || memcmp(s->key, layout.at, layout.size)) continue;
-        if (!is_current(s) || !bind(s, disk_bytes, limits) || (is_furnished(s) && disk_rename(s->name, id))) {
+static bool is_held_to(const struct spare *s, const struct order *o) {
+    const struct order *made = &s->order;
+    bool same = made->limits.memory_bytes == o->limits.memory_bytes && made->limits.pids == o->limits.pids && made->limits.cpu_permille == o->limits.cpu_permille;
+    return (same && made->disk == o->disk && made->tmp == o->tmp) || launcher_rebind(s->box, o);
+}
+
+struct box *spares_take(const struct order *o, const char *id, int *channel) {
+    struct box *found = NULL;
+    for (struct spare *s = spares; s < spares + SPARES_MAX && !found; s++) {
+        if (!fits(s, o)) continue;
+        struct box *b = s->box;
+        strcpy(b->id, id);
+        // Under the name that was asked for it lies last of all: if anything fails, that is another's.
+        if (!is_alive(b) || !is_current(s) || !is_held_to(s, o) || !name_it(b) || disk_rename(b->disk, id)) {
             give_up(s);
             continue;
         }
-        *out = s->furniture;
+        strcpy(b->disk, id);
+        *channel = s->channel;
+        b->is_spare = false;
         clear(s);
-        return true;
+        found = b;
     }
-    return false;
+    // The order begins with the layout and is all that the engine wrote after the name.
+    note(o->stands_on.at, (uint32_t)(o->end - o->stands_on.at), o->stands_on.size);
+    return found;
 }

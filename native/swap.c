@@ -17,6 +17,7 @@
 #include <sys/socket.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "cgroup.h"
@@ -163,6 +164,35 @@ static int check_points(int new) {
     return 0;
 }
 
+// ---- letting go of the old root ----
+
+// The call returns only after a grace period of the kernel's. What else there is to do does not wait for it: a process beside this one makes the call.
+static struct {
+    _Alignas(16) char stack[16 << 10];
+    pid_t pid;
+    int error;
+} detaching;
+
+static int detach(void *unused) {
+    (void)unused;
+    detaching.error = umount2(".", MNT_DETACH) ? errno : 0;
+    return 0;
+}
+
+static int begin_detaching(void) {
+    detaching.error = EIO;
+    detaching.pid = clone(detach, detaching.stack + sizeof detaching.stack, CLONE_VM, NULL);
+    return detaching.pid < 0 ? -1 : 0;
+}
+
+// Nobody goes on before that: the way up from the new root leads to the old one.
+static int end_detaching(void) {
+    while (waitpid(detaching.pid, NULL, __WCLONE) < 0)
+        if (errno != EINTR) return -1;
+    errno = detaching.error;
+    return errno ? -1 : 0;
+}
+
 static const char *swap_roots(const struct still *s, const struct fresh *f) {
     int old = s->grounds[0].fd, new = f->mounts[0];
     for (uint32_t i = 0; i < box->layout.view_count; i++)
@@ -172,7 +202,7 @@ static const char *swap_roots(const struct still *s, const struct fresh *f) {
         if (move_over(old, new, box->layout.places[i])) return box->layout.places[i];
     for (size_t i = 0; i < sizeof points / sizeof *points; i++)
         if (move_over(old, new, points[i])) return points[i];
-    if (fchdir(new) || syscall(SYS_pivot_root, ".", ".") || umount2(".", MNT_DETACH) || chdir("/")) return "root";
+    if (fchdir(new) || syscall(SYS_pivot_root, ".", ".") || begin_detaching() || chdir("/")) return "root";
     return NULL;
 }
 
@@ -199,6 +229,7 @@ static void swap(struct still *s) {
     step = swap_roots(s, &f);
     if (!step && (!still_ground(f.mounts[0], "", &now, &is_root) || !still_is_in_place(s, now.mount))) step = "new root", errno = EIO;
     if (!step && still_send(s)) step = "working directory";
+    if (!step && end_detaching()) step = "root";
     if (step) end(SWAP_SPOILED, step, errno);
     fresh_close(&f);
     if (!still_end(s)) end(SWAP_SPOILED, "going on", EIO);

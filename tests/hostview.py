@@ -23,6 +23,11 @@ class Seen:
         """PID 1 of a pid namespace that is not ours."""
         return len(self.inner) > len(_own_pids()) and self.inner[-1] == 1
 
+    @property
+    def is_parked(self) -> bool:
+        """The agent of a sandbox that the launcher made ahead of need (native/spare.c): nobody has spoken to it yet."""
+        return self.is_init and self.comm in ("cell-waiting", "memfd:cell", "cell")
+
 
 def _own_pids() -> tuple[int, ...]:
     return _inner_pids("self")
@@ -71,8 +76,13 @@ def below(root: int) -> list[Seen]:
 
 
 def agents(root: int | None = None) -> list[Seen]:
-    """The agents (PID 1 inside) of every sandbox below `root`, or below this process."""
-    return [p for p in below(root if root is not None else os.getpid()) if p.is_init and p.state != "Z"]
+    """The agents (PID 1 inside) of every sandbox that somebody has or had below `root`, or below this process."""
+    return [p for p in below(root if root is not None else os.getpid()) if p.is_init and not p.is_parked and p.state != "Z"]
+
+
+def parked(root: int | None = None) -> list[Seen]:
+    """The agents of those that nobody has had yet."""
+    return [p for p in below(root if root is not None else os.getpid()) if p.is_parked and p.state != "Z"]
 
 
 def inside(agent: Seen) -> list[Seen]:

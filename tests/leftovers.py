@@ -53,7 +53,7 @@ class Watch:
 
     def take(self) -> Snapshot:
         _reap_orphans()
-        processes = [p for p in hostview.below(os.getpid()) if not self.ignore_processes(p)]
+        processes = [p for p in _without_parked(hostview.below(os.getpid()), self.spares) if not self.ignore_processes(p)]
         return Snapshot(
             mounts=frozenset(line for line in _mounts() if self._is_ours(line)),
             cgroups=_without_spares((name for name in _cgroups() if self._is_ours(name)), self.spares),
@@ -89,6 +89,12 @@ def _without_spares(names: Iterable[str], spares: int) -> frozenset[str]:
         elif counts[kind] > spares:
             kept.add(f"{kind} #{counts[kind]}")
     return frozenset(kept)
+
+
+def _without_parked(processes: list[hostview.Seen], spares: int) -> list[hostview.Seen]:
+    """Without as many sandboxes as may wait for a holder, and whatever works for one of them."""
+    inits = {p.pid for p in sorted((p for p in processes if p.is_parked), key=lambda p: p.started, reverse=True)[:spares]}
+    return [p for p in processes if p.pid not in inits and p.ppid not in inits]
 
 
 def _reap_orphans() -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests import hostview
 from tests.security.test_faults import FUSE_DAEMON
 
 import untax
@@ -18,7 +19,9 @@ ROOT = os.geteuid() == 0
 
 
 def children(pid: int) -> set[int]:
-    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    """Those that work for it; not sandboxes, which it may start at any time."""
+    found = (hostview.seen(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return {child.pid for child in found if child and not child.is_init}
 
 
 def processor_s(pid: int) -> float:

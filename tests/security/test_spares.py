@@ -3,23 +3,16 @@
 import asyncio
 import os
 import shutil
-from pathlib import Path
+import signal
 
 import pytest
-from tests import leftovers
+from tests import hostview, leftovers
 from tests.images import small_image
 
 import untax
 
 MIB = 1 << 20
-
-
-def spares() -> int:
-    """How many there are, by their control groups or, where there are none, not to be seen from here."""
-    groups = {
-        where for where in leftovers._cgroups() if f"-{os.getpid()}-" in where and "/spare-" in where and not where.endswith(".agent")
-    }
-    return max((sum(Path(other).parent == Path(one).parent for other in groups) for one in groups), default=0)
+ROOT = os.geteuid() == 0
 
 
 async def quiet(engine, spec, leases: int = 2) -> None:
@@ -70,13 +63,80 @@ async def test_an_image_that_was_replaced_is_seen_as_it_is_now(engine, tmp_path)
             assert await box.read("/content") == content.encode()
 
 
+async def test_c12_each_has_a_name_of_its_own_although_it_was_made_without_one(engine, spec):
+    names = set()
+    for _ in range(4):
+        await quiet(engine, spec, leases=1)
+        async with engine.lease(spec) as box:
+            names.add((await box.run(["cat", "/proc/sys/kernel/hostname"])).text.strip())
+            assert (await box.run(["cat", "/proc/1/comm"])).text == "cell-agent\n"
+            assert names & {box._sandbox.id}
+    assert len(names) == 4
+
+
+async def test_x22_one_that_died_while_it_waited_is_not_handed_out(engine, spec):
+    await quiet(engine, spec)
+    waiting = hostview.parked()
+    for agent in waiting:
+        os.kill(agent.pid, signal.SIGKILL)
+    assert all([await asyncio.to_thread(hostview.wait_gone, agent.pid, 2) for agent in waiting])
+    async with engine.lease(spec) as box:
+        assert (await box.run(["echo", "alive"])).stdout == b"alive\n"
+    await quiet(engine, spec)
+
+    assert waiting, "nothing was made ahead"
+    assert hostview.parked(), "nothing is made ahead any more"
+
+
+async def test_x4_without_a_maker_sandboxes_are_made_when_they_are_asked_for(tmp_path, spec):
+    """Ended in the middle of its work, too: what it was making goes."""
+    async with untax.Engine("namespace", state_dir=str(tmp_path / "state")) as engine:
+        async with engine.lease(spec) as box:
+            launcher = box._sandbox._launcher.pid
+            [maker] = [p for p in hostview.below(launcher) if p.comm == "cell-maker"]
+        os.kill(maker.pid, signal.SIGKILL)
+        assert await asyncio.to_thread(hostview.wait_gone, maker.pid, 2)
+        for _ in range(4):
+            async with engine.lease(spec) as other:
+                assert (await other.run(["echo", "made"])).stdout == b"made\n"
+        [run] = [path.name for path in (tmp_path / "state" / "namespace").iterdir() if path.is_dir()]
+    assert not [group for group in leftovers._cgroups() if run in group]
+
+
+async def test_a_snapshot_that_was_prepared_for_holds_what_was_written_since(engine, spec):
+    """From the second sandbox on the overlays are there before anybody asks; where they would begin differently now, they are made again."""
+    for change in (
+        "true",
+        "echo x > /root-file",
+        "mkdir /usr/local/fresh; chmod 700 /usr/local",
+        "mkdir -p /top/deep && chmod 711 /top",
+        "true",
+    ):
+        async with engine.lease(spec) as box:
+            await box.write("early", b"early")
+            await asyncio.sleep(0.1)  # now they are there
+            if ROOT:
+                (await box.shell(change, user="root")).check()
+            await box.write("late", b"late")
+            for n in range(3):
+                snapshot = await box.snapshot()
+                await box.write(f"after-{n}", b"x")
+                async with engine.restore(snapshot) as again:
+                    assert await again.read("late") == b"late"
+                    with pytest.raises(FileNotFoundError):
+                        await again.read(f"after-{n}")
+                    listed = "stat -c '%n %a %u' /* /usr/local; ls -A / /usr/local"
+                    assert (await again.shell(listed)).text == (await box.shell(listed)).text
+                await snapshot.drop()
+
+
 async def test_there_are_never_more_than_a_few(engine, tmp_path):
     for n in range(4):
         image = tmp_path / f"image-{n}"
         shutil.copytree(small_image("namespace").removeprefix("dir:"), image, symlinks=True)
         await quiet(engine, untax.EnvSpec(image=f"dir:{image}"))
 
-        assert spares() <= leftovers.SPARES
+        assert 0 < len(hostview.parked()) <= leftovers.SPARES
 
 
 async def test_a_dropped_snapshot_goes_although_something_was_made_ahead_over_it(engine, spec):
