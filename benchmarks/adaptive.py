@@ -129,13 +129,13 @@ async def play(rollouts: list[_Rollout], *, adaptive: bool, fixed: int) -> float
     return sum(ready) / len(ready)
 
 
-async def measure(_arguments: argparse.Namespace, _: str) -> list[Row]:
-    return await asyncio.to_thread(_rows)
+async def measure(arguments: argparse.Namespace, _: str) -> list[Row]:
+    return await asyncio.to_thread(_rows, arguments.traces)
 
 
-def _rows() -> list[Row]:
+def _rows(traces: Path) -> list[Row]:
     rows = []
-    for path in sorted(TRACES.glob("*.jsonl")):
+    for path in sorted(traces.glob("*.jsonl")):
         rollouts = [_Rollout(line) for line in path.read_text().splitlines()]
         specs = len({one.stages[-1].key for one in rollouts})
         sizes = range(ROOM // specs + 1)
@@ -157,5 +157,9 @@ def _rows() -> list[Row]:
     return rows
 
 
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--traces", type=Path, default=TRACES, metavar="DIR", help="others than those that come along")
+
+
 if __name__ == "__main__":
-    raise SystemExit(_measure.main("adaptive", __doc__, measure, count=1, only=("process",)))
+    raise SystemExit(_measure.main("adaptive", __doc__, measure, count=1, only=("process",), options=_options))

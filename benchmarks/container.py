@@ -1,7 +1,7 @@
 """Containers: dispatch over the held channel beside one exec of the engine each, cold create beside namespace, cycles, and a frozen engine.
 
 Starts a dockerd and a podman of its own (root), in directories of their own, and stops them; nothing of the machine's own engines is touched.
-`--part` picks one of: dispatch, cold, starts, cycles, freeze.
+`--part` picks one of: dispatch, warm, cold, starts, cycles, freeze.
 """
 
 import argparse
@@ -27,11 +27,12 @@ from benchmarks._measure import Row
 from untax.core.substrate import Incumbent
 
 DISPATCH_MS = 1.0  # issue 7
+WARM_MS = 5.0
 SHARE = 20
 FASTER = 50
 CYCLES = 200
 SETTLE_S = 0.5  # an engine goes on working after its answer, and would be measured with the next one
-PARTS = ("dispatch", "cold", "starts", "cycles", "freeze")
+PARTS = ("dispatch", "warm", "cold", "starts", "cycles", "freeze")
 SPEC = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="container")
 NAMESPACE_SPEC = untax.EnvSpec(image=f"dir:{small_directory()}")
 
@@ -88,6 +89,14 @@ async def dispatch(arguments: argparse.Namespace, substrate: str, engine: str, s
         exec_row,
         _measure.number(f"incumbent ÷ held ({engine})", substrate, share, "×", budget=f"≥ {SHARE}", holds=share >= SHARE),
     ]
+
+
+# ---- warm leases ----
+
+
+async def warm(arguments: argparse.Namespace, substrate: str, engine: str, socket: str) -> list[Row]:
+    async with _measure.engine_on(substrate, engine=engine, socket=socket) as opened:
+        return await _measure.warm_first(opened, SPEC, f"{substrate} ({engine})", max(10, arguments.count // 20), WARM_MS)
 
 
 # ---- cold create ----

@@ -48,7 +48,8 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     async with _measure.engine_on(substrate, pool=untax.PoolOptions(entries=POOL)) as engine:
         await engine.warm(spec, POOL)
         begin = time.perf_counter()
-        await asyncio.gather(*(client(arguments.count // CLIENTS) for _ in range(CLIENTS)))
+        shares = [arguments.count // CLIENTS + (n < arguments.count % CLIENTS) for n in range(CLIENTS)]
+        await asyncio.gather(*map(client, shares))
         took = time.perf_counter() - begin
         most = engine.pools()
     count = len(waits)

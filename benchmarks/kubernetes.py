@@ -19,6 +19,7 @@ from benchmarks._measure import Row
 
 DISPATCH_MS = 1.5  # DESIGN §8, pod
 INCUMBENT_SHARE = 1 / 20
+WARM_MS = 5.0
 CYCLES = 50
 AT_ONCE = 5
 PER_EXEC = 10  # actions over the channel for each single exec beside them
@@ -48,6 +49,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
             spec = untax.EnvSpec(image=image, isolation=engine.substrate.isolation)
             label = f"{substrate} ({name})" if name else substrate
             rows += await _actions(engine, spec, label, arguments.count)
+            rows += await _measure.warm_first(engine, spec, label, max(5, arguments.count // 15), WARM_MS)
             rows += await _cold(engine, spec, label, max(3, arguments.count // 20))
             if not name:
                 rows.append(await _cycles(engine, spec, label, arguments.cycles, kubehost))

@@ -61,9 +61,9 @@ def _specs(repos: list[untax.Repo]) -> list[untax.EnvSpec]:
     ]
 
 
-def _arrivals(count: int) -> list[tuple[float, int]]:
+def _arrivals(count: int, seed: int) -> list[tuple[float, int]]:
     """When, and which spec: popularity by Zipf's law, arrivals at random."""
-    draws = random.Random(5)
+    draws = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(SPECS)]
     at, found = 0.0, []
     for _ in range(count):
@@ -147,7 +147,7 @@ class _ExactPool:
 
 
 async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
-    arrivals = _arrivals(arguments.count)
+    arrivals = _arrivals(arguments.count, arguments.seed)
     with tempfile.TemporaryDirectory(prefix="untax-bench-repo-") as place:
         repos = _repositories(Path(place))
         specs = _specs(repos)
@@ -172,7 +172,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
             await exact.aclose()
         async with _measure.engine_on(substrate, store_budget_mib=budget_mib) as engine:
             layered = await _play(arrivals, specs, engine.acquire)
-    note = f"{arguments.count} rollouts, {RATE_PER_S:g}/s"
+    note = f"{arguments.count} rollouts, {RATE_PER_S:g}/s, seed {arguments.seed}"
     mean = {name: sum(took) / len(took) for name, took in {"ours": ours, "exact": theirs, "layered": layered}.items()}
     ratio = mean["ours"] / mean["exact"]
     hits = f"{status.exact} exact, {status.partial} partial, {status.cold} cold"
@@ -195,5 +195,9 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     ]
 
 
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=5, help="of the arrivals (default: %(default)s)")
+
+
 if __name__ == "__main__":
-    raise SystemExit(_measure.main("mixed_load", __doc__, measure, count=90, only=("namespace",)))
+    raise SystemExit(_measure.main("mixed_load", __doc__, measure, count=90, only=("namespace",), options=_options))

@@ -36,8 +36,8 @@ def moving(draws: random.Random, now_s: float) -> tuple[float, int, int]:
 TRACES: dict[str, Callable[[random.Random, float], tuple[float, int, int]]] = {"steady": steady, "groups": groups, "moving": moving}
 
 
-async def record(engine: untax.Engine, name: str) -> list[str]:
-    draws = random.Random(name)
+async def record(engine: untax.Engine, name: str, seed: str) -> list[str]:
+    draws = random.Random(name + seed)
     lines: list[str] = []
     tasks: list[asyncio.Task[None]] = []
     loop = asyncio.get_running_loop()
@@ -67,11 +67,14 @@ async def record(engine: untax.Engine, name: str) -> list[str]:
 async def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--place", type=Path, default=PLACE)
-    place = parser.parse_args().place
+    parser.add_argument("--seed", default="", help="for other arrivals of the same kinds")
+    arguments = parser.parse_args()
+    place: Path = arguments.place
     place.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as state:
         async with untax.Engine(state_dir=state) as engine:
-            for name, lines in zip(TRACES, await asyncio.gather(*(record(engine, name) for name in TRACES)), strict=True):
+            recorded = await asyncio.gather(*(record(engine, name, arguments.seed) for name in TRACES))
+            for name, lines in zip(TRACES, recorded, strict=True):
                 (place / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
                 print(f"{name}: {len(lines)} rollouts")
 

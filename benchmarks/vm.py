@@ -18,6 +18,7 @@ from untax.core.substrate import Incumbent
 
 CYCLES = 50
 SSH_ACTIONS = 5
+WARM_MS, EMULATED_WARM_MS = 5.0, 100.0  # beside one `true`
 BOOTS = 3
 SETTLE_S = 5.0
 
@@ -42,6 +43,9 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
             state = Path(place) / machine
             rows += await ready(state, machine, spec, arguments.count)
             rows += await dispatch(state, machine, spec, arguments.count)
+            async with _measure.engine_on("vm", state, machine=machine) as engine:
+                beside_ms = EMULATED_WARM_MS if "emulated" in engine.substrate.name else WARM_MS
+                rows += await _measure.warm_first(engine, spec, engine.substrate.name, max(10, arguments.count), beside_ms)
             if machine == "q35":
                 rows += await cycles(state, machine, spec, arguments.cycles)
     return rows

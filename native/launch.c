@@ -46,7 +46,7 @@
 #include "spare.h"
 
 #define PACKET_MAX (128u << 10)
-#define QUIET_MS 3           // slots are prepared when nothing has happened for so long: a sandbox just made has the CPU first
+#define QUIET_MS 15          // slots and spares are prepared when nothing has happened for so long: a sandbox just made, and its first command, have the CPU first
 #define FEW 16               // processes; each has to be woken to be stopped, which takes it 10 µs
 #define RETRY_MS 50          // a control group whose last process is still going
 

@@ -17,7 +17,9 @@
 #include "walk.h"
 
 #define MASK (IN_CREATE | IN_DELETE | IN_MODIFY | IN_ATTRIB | IN_MOVED_FROM | IN_MOVED_TO | IN_DELETE_SELF | IN_EXCL_UNLINK)
-#define PAIR_NS 2000000u  // the second half of a move follows at once; one that has not come by then came from outside
+// The second half of a move follows in the same call of the kernel's; one that has not come by then goes elsewhere. That call may be held up in
+// the middle: an emulated machine on a busy host took more than 2 ms, and a move then looked like a deletion.
+#define PAIR_NS 20000000u
 
 enum event_type { EV_CREATED = 1, EV_MODIFIED = 2, EV_DELETED = 3, EV_MOVED = 4, EV_ATTRIBUTES = 5, EV_OVERFLOW = 6 };
 

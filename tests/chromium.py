@@ -62,15 +62,15 @@ class Browser:
             self._process.wait()
         self._home.cleanup()
 
-    def open(self, page: Path, *, width: int, is_dark: bool = False) -> None:
-        """Show a file as a reader with this window and colour scheme sees it."""
+    def open(self, page: Path | str, *, width: int, is_dark: bool = False) -> None:
+        """Show a file, or what is at a URL, as a reader with this window and colour scheme sees it."""
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=2 if width < 500 else 1, mobile=width < 500
         )
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.events.clear()
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 

@@ -6,17 +6,22 @@ Images are made here and loaded into the nodes; nothing is pulled.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import fcntl
 import hashlib
 import io
 import json
 import os
+import select
 import signal
 import subprocess
 import tarfile
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 from tests.images import KUBERNETES_IMAGE, small_directory, tools_directory
@@ -26,6 +31,7 @@ import untax
 SMALL = KUBERNETES_IMAGE
 TOOLS = "untax.local/tools:1"
 _loaded: set[tuple[str, int]] = set()  # archives on the nodes of this very cluster
+_SCHEDULABLE_S = 90.0  # a node that was thought lost is looked at again within a minute
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -58,6 +64,12 @@ class Cluster:
         self.kubeconfig: str | None = os.environ.get("KUBECONFIG")
         self.is_given = self.kubeconfig is not None
         self._is_ours = False
+        self._nodes = 1
+        self._ended: set[str] = set()  # on purpose
+        self._starting = threading.Lock()
+        self._keeper: threading.Thread | None = None
+        self._is_over = threading.Event()
+        self._lock: IO[str] | None = None
 
     def start(self, nodes: int = 1) -> None:
         """Also starts again what was ended of it."""
@@ -65,17 +77,74 @@ class Cluster:
             place = tools()
             assert place is not None
             self._is_ours = self._is_ours or not (state_dir() / "pid" / "kube-apiserver").exists()
-            said = subprocess.run([place / "up", "--nodes", str(nodes)], capture_output=True, text=True, timeout=150)
+            self._nodes = max(nodes, self._nodes)
+            self._lock_machine()
+            with self._starting:
+                self._ended.clear()
+                said = subprocess.run([place / "up", "--nodes", str(self._nodes)], capture_output=True, text=True, timeout=150)
             if said.returncode != 0:
                 raise RuntimeError(f"no cluster: {said.stderr.strip()}")
             self.kubeconfig = said.stdout.strip().splitlines()[-1]
+            self.wait_schedulable()
+            if self._keeper is None:
+                self._keeper = threading.Thread(target=self._keep_kubelets, daemon=True)
+                self._keeper.start()
         load(docker_archive(small_directory(), SMALL))
 
+    def _lock_machine(self) -> None:
+        """One run at a time: addresses and names of the cluster's network are the machine's, and whoever ends first would take it from the others."""
+        if self._lock is None:
+            self._lock = open(f"{state_dir()}.lock", "w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def wait_schedulable(self) -> None:
+        """Until every node is ready and has no taint: the controller that takes them away is a little behind what the kubelet says."""
+        until = time.monotonic() + _SCHEDULABLE_S
+        while True:
+            nodes = json.loads(self.kubectl("get", "nodes", "-o", "json"))["items"]
+            if len(nodes) >= self._nodes and all(_is_schedulable(node) for node in nodes):
+                return
+            if time.monotonic() > until:
+                raise RuntimeError(f"nodes that take no pods: {[node['spec'].get('taints') for node in nodes]}")
+            time.sleep(0.1)
+
+    def _keep_kubelets(self) -> None:
+        """Start a kubelet again that ends by itself, as the service manager of a real node does.
+
+        That of Kubernetes 1.34 panics now and then where it manages no pod-level control groups (doPodResizeAction, a nil pointer, when a pod's
+        resources were forgotten before its last sync); its node is then tainted, and whatever wants to run there waits in vain.
+        """
+        place = tools()
+        assert place is not None
+        while not self._is_over.is_set():
+            watched: dict[int, str] = {}
+            for note in (state_dir() / "pid").glob("kubelet-*"):
+                with contextlib.suppress(OSError, ValueError):
+                    watched[os.pidfd_open(int(note.read_text()))] = note.name
+            poll = select.poll()
+            for fd in watched:
+                poll.register(fd, select.POLLIN)
+            poll.poll(1000)  # and look anew for those that were started meanwhile
+            for fd in watched:
+                os.close(fd)
+            with self._starting:  # nobody else starts one now
+                dead = [note for note in (state_dir() / "pid").glob("kubelet-*") if note.name not in self._ended and _is_dead(note)]
+                if dead and not self._is_over.is_set():
+                    for note in dead:
+                        note.unlink(missing_ok=True)  # a zombie would pass for alive
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        subprocess.run([place / "up", "--nodes", str(self._nodes)], capture_output=True, timeout=150)
+
     def stop(self) -> None:
+        self._is_over.set()
+        if self._keeper is not None:
+            self._keeper.join(160)
         if self._is_ours:
             place = tools()
             assert place is not None
             subprocess.run([place / "down", "--keep"], capture_output=True, timeout=150)
+        if self._lock is not None:
+            self._lock.close()
 
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
         program = state_dir() / "bin" / "kubectl"
@@ -95,6 +164,7 @@ class Cluster:
     def end(self, name: str) -> None:
         """Kill one of its processes; the next `start` starts it again."""
         pid = self.pid(name)
+        self._ended.add(name)
         os.kill(pid, signal.SIGKILL)
         until = time.monotonic() + 10
         while not _is_over(pid) and time.monotonic() < until:
@@ -102,17 +172,32 @@ class Cluster:
         (state_dir() / "pid" / name).unlink()
 
 
+def _is_dead(note: Path) -> bool:
+    try:
+        return _is_over(int(note.read_text()))
+    except (OSError, ValueError):
+        return False  # being written, or gone
+
+
+def _is_schedulable(node: dict) -> bool:
+    conditions = {one["type"]: one["status"] for one in node["status"].get("conditions", ())}
+    return conditions.get("Ready") == "True" and not node["spec"].get("taints")
+
+
+_shared: Cluster | None = None
+
+
 @contextlib.contextmanager
 def cluster(nodes: int = 1):
-    """A cluster for as long as the block lasts; skips where there can be none."""
+    """A cluster of the whole run, brought up by the first who asks, with as many nodes as anybody has asked for; skips where there can be none."""
+    global _shared
     if reason := missing_reason():
         pytest.skip(reason)
-    one = Cluster()
-    one.start(nodes)
-    try:
-        yield one
-    finally:
-        one.stop()
+    if _shared is None:
+        _shared = Cluster()
+        atexit.register(_shared.stop)
+    _shared.start(nodes)
+    yield _shared
 
 
 def load(archive: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -40,14 +40,23 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-async def started(socket: Path, state: Path, *options: str, substrate: str = "namespace", stderr: int | None = None) -> Serving:
-    """Raises `AssertionError` with what it said when it ended instead."""
+async def started(
+    socket: Path,
+    state: Path,
+    *options: str,
+    substrate: str = "namespace",
+    stderr: int | None = None,
+    failpoint: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Serving:
+    """Raises `AssertionError` with what it said when it ended instead. `failpoint`: one of `tests.failpoints`, at which it kills itself."""
+    program = ["untax.cli"] if failpoint is None else ["tests.failpoints", failpoint]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "untax.cli", "serve", "--json", "--socket", str(socket), "--state-dir", str(state),
+        sys.executable, "-m", *program, "serve", "--json", "--socket", str(socket), "--state-dir", str(state),
         "--substrate", substrate, "--limits", "warn", *options,
         stdout=asyncio.subprocess.PIPE,
         stderr=stderr,
-        env=environment(),
+        env={**environment(), **(env or {})},
         start_new_session=True,
     )  # fmt: skip
     assert process.stdout is not None

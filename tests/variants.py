@@ -22,10 +22,12 @@ class Variant:
     engine: str | None = None
     is_served: bool = False
     """By an engine in another process, which `untax serve` is."""
+    is_hosted: bool = False
+    """The same, over HTTP."""
 
     def __str__(self) -> str:
-        if self.is_served:
-            return "served"
+        if self.is_served or self.is_hosted:
+            return "hosted" if self.is_hosted else "served"
         return self.substrate if self.engine is None else f"{self.substrate}-{self.engine}"
 
 

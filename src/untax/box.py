@@ -28,6 +28,7 @@ from untax.core.errors import BackendError, NoWorker, ProtocolError, SandboxLost
 from untax.core.ledger import ActionRecord, EgressRecord, Ledger
 from untax.core.result import CommandResult
 from untax.core.root import ImageConfig
+from untax.core.span import Stopwatch
 from untax.core.substrate import Sandbox
 
 if TYPE_CHECKING:
@@ -284,9 +285,22 @@ class Box(ABC):
     def _expired_reason(self) -> str:
         return f"its lease of {self._request.ttl_s:g} s has ended; ask for more with ttl_s"
 
-    @abstractmethod
     async def _end(self, reason: str) -> None:
         """Give back what the sandbox held, and close the ledger."""
+        ledger = self._ledger
+        watch = Stopwatch(self._clock)
+        ledger.released(watch.last_ns)
+        self._over = self._over or reason
+        if self._expiry is not None:
+            self._expiry.cancel()
+        await self._give_back(reason)
+        ledger.add("cleanup", *watch.part())
+        ledger.closed(watch.last_ns)
+        self._engine.forget(self)
+
+    @abstractmethod
+    async def _give_back(self, reason: str) -> None:
+        """The sandbox is nobody's from here on, and what it held is free; actions are refused already."""
 
     @abstractmethod
     async def _provide_worker(self, user: str | None) -> None:

@@ -232,6 +232,7 @@ class Engine(Leasing):
             raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}; allow more time, or lighten the machine's load") from None
 
     async def _fulfil(self, request: Request, watch: Stopwatch) -> Tenancy:
+        asked = self.pooling.ask(request) if request.is_plain else None
         ledger = Ledger(
             rollout=secrets.token_hex(8),
             substrate=self.substrate.name,
@@ -244,7 +245,7 @@ class Engine(Leasing):
         try:
             if not request.is_plain:
                 ledger.add("queue", *watch.part())
-            await box.furnish(watch)
+            await box.furnish(watch, asked)
         except BaseException as exc:
             self._boxes.discard(box)
             await self.finish(self.chore(box.abandon()))
@@ -330,9 +331,6 @@ class Engine(Leasing):
         self._said.update(limit.name for limit in unsaid)
         for names, reason, remedy in said_together(unsaid):
             log.warning("not enforced on this host: %s: %s; %s", names, reason, remedy)
-
-    def forget(self, box: Tenancy) -> None:
-        self._boxes.discard(box)
 
 
 def _nothing() -> None:

@@ -6,11 +6,14 @@ other substrate of this state directory stands on.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from untax.core.root import Root
 from untax.core.span import Stopwatch
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from untax.layers.build import Built, Prepared, Stages
     from untax.layers.sources import InPlace, Progress, Source
     from untax.layers.store import LayerStore
+
+
+_TOLD_EVERY_S = 0.1
 
 
 class Imports(Grounds):
@@ -45,7 +51,7 @@ class Imports(Grounds):
         if ground is None:
             below, built = await super().find(spec, progress)
             try:
-                ground, seconds = await self._take_in(below)
+                ground, seconds = await self._take_in(below, progress)
             finally:
                 below.release()
             built = {**built, "import": seconds}
@@ -62,7 +68,7 @@ class Imports(Grounds):
     async def prepare(self, spec: EnvSpec, progress: Progress | None = None) -> Prepared:
         prepared = await super().prepare(spec, progress)
         try:
-            _, seconds = await self._take_in(Ground(prepared.root, prepared.stages, len(prepared.root.layers), ()))
+            _, seconds = await self._take_in(Ground(prepared.root, prepared.stages, len(prepared.root.layers), ()), progress)
         except BaseException:
             prepared.pin.close()
             raise
@@ -93,16 +99,42 @@ class Imports(Grounds):
         root = await self._substrate.own_root(spec.image)
         return None if root is None else Ground(root, (), 1, ())
 
-    async def _take_in(self, below: Ground) -> tuple[Ground, float]:
+    async def _take_in(self, below: Ground, progress: Progress | None) -> tuple[Ground, float]:
         watch = Stopwatch(self._clock)
-        root = await self._substrate.take_in(below.stages[-1].key, below.root, self._export)
+        told = None if progress is None else Told(progress)
+        root = await self._substrate.take_in(below.stages[-1].key, below.root, partial(self._export, told))
         start_ns, end_ns = watch.part()
         return Ground(root, below.stages, 1, ()), (end_ns - start_ns) / 1e9
 
-    def _export(self, root: Root, target: Path, name: str, labels: Mapping[str, str]) -> None:
+    def _export(
+        self,
+        told: Told | None,
+        root: Root,
+        target: Path,
+        name: str,
+        labels: Mapping[str, str],
+        /,
+        to: Literal["oci", "squashfs", "tar"] | None = None,
+    ) -> None:
         from untax.layers.export import Options, export
 
-        export(self.store, root, target, self._substrate.takes, Options(name=name, labels=labels, packing="lz4"))
+        options = Options(name=name, labels=labels, packing="lz4")
+        export(self.store, root, target, to or self._substrate.takes, options, progress=told, has_total=False)
+
+
+class Told:
+    """Progress of what goes on in a thread, told in the loop's: now and then, for a tree has more pieces than anybody reads."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._loop = asyncio.get_running_loop()
+        self._said_at = 0.0
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        if now - self._said_at >= _TOLD_EVERY_S:
+            self._said_at = now
+            self._loop.call_soon_threadsafe(self._progress, what, done, total)
 
 
 def source_finder(substrate: Importing, cache: Path) -> Callable[[str], Source | InPlace]:

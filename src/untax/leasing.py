@@ -191,6 +191,10 @@ class Leasing(ABC):
         if self._state == "closed":
             raise PoolClosed("the engine is closed")
 
+    def forget(self, box: Box) -> None:
+        """Its lease is over."""
+        self._boxes.discard(box)
+
     def chore(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work that outlives whoever asked for it; the engine waits for it when it closes."""
         task = asyncio.ensure_future(work)

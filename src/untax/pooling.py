@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, SandboxLost, StageUnavailable, UsageError
 from untax.core.ledger import Hit, Ledger
@@ -36,6 +36,13 @@ _MOST_LADDERS = 4096
 _MOST_WARM = 100_000
 
 
+class Asked(NamedTuple):
+    """A lease's place in the pool."""
+
+    ticket: str
+    stages: tuple[Stage, ...]
+
+
 class Pooling:
     """Made by an engine; `start` once its substrate and store are."""
 
@@ -53,13 +60,27 @@ class Pooling:
 
     # ---- leases ----
 
-    async def furnish(self, box: Tenancy, watch: Stopwatch) -> None:
+    def ask(self, request: Request) -> Asked | None:
+        """Take a place in the pool before anything else is done for a lease. What is idle with everything in place is asked at once to
+        prove that it lives, and answers while the rest is done. None where it must be found out first which stages are needed.
+        """
+        spec = request.spec
+        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))
+        return self._ask(request, stages) if stages is not None else None
+
+    def _ask(self, request: Request, stages: tuple[Stage, ...]) -> Asked:
+        driver, spec = self.driver, request.spec
+        hit = driver.at_once(stages, spec.limits.memory_mib)
+        if hit is not None:
+            hit.begin(spec)
+        return Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
+
+    async def furnish(self, box: Tenancy, watch: Stopwatch, asked: Asked | None) -> None:
         """Give the box the sandbox that is closest. One that turns out to be dead is not seen by it: the next one is tried."""
         request, ledger, driver = box.request, box.ledger, self.driver
-        spec = request.spec
-        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec))) or await self._ladder(spec)
+        ticket, stages = asked or self._ask(request, await self._ladder(request.spec))
         ledger.wanted = stages
-        grant = await driver.acquire(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s)
+        grant = await driver.granted(ticket)
         while True:
             standby, order = grant.entry, grant.order
             self._binding.add(standby)

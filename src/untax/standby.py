@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from untax.channel import actions
-from untax.channel.client import READY_TIMEOUT_S, Channel
+from untax.channel.call import Call
+from untax.channel.client import READY_TIMEOUT_S, Begun, Channel
 from untax.core.errors import (
     CommandFailed,
     CreateError,
@@ -18,6 +19,7 @@ from untax.core.errors import (
     ReadinessTimeout,
     SandboxLost,
     UntaxError,
+    UsageError,
 )
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
@@ -72,6 +74,7 @@ class Standby:
     """Made by `raise_up`. `on_lost` is called once, when its channel ends by itself, for whoever holds it then."""
 
     __slots__ = (
+        "_begun",
         "_plain",
         "bound",
         "built",
@@ -102,6 +105,7 @@ class Standby:
         self.unenforced: tuple[Unenforced, ...] = ()
         self.configuration: Configuration | None = None
         self._plain: Configuration | None = None  # what it is told for a spec without variables and network
+        self._begun: tuple[Configuration, Begun[None]] | None = None  # what it was told ahead of `bind`
         self.on_lost: Callable[[Standby, SandboxLost], None] | None = None
         self.spans: list[tuple[str, int, int]] = []
         self.stages: tuple[Stage, ...] = ()
@@ -144,6 +148,19 @@ class Standby:
 
     # ---- late binding ----
 
+    def begin(self, spec: EnvSpec) -> None:
+        """Send what `bind` will wait for, where that can be said already: whoever binds has other things to do until the answer is there."""
+        channel = self.channel
+        bound = self.engine.warehouse.bound(spec, self.image) if self.ground is not None else spec
+        if type(channel) is not Channel or bound.user != self.bound.user or bound.workdir != self.bound.workdir:
+            return
+        wanted = self._wanted(spec)
+        try:
+            begun = channel.begin(self._telling(wanted))
+        except UsageError:
+            return  # `bind` says it again, to whom it concerns
+        self._begun = (wanted, begun) if begun is not None else None
+
     async def bind(self, spec: EnvSpec, *, is_proven: bool) -> None:
         """Make it the lease's. Its answer is the proof that it lives; `is_proven` for one that has just answered.
 
@@ -159,11 +176,14 @@ class Standby:
             if bound.user != was.user or bound.workdir != was.workdir:
                 self._plain = None
             self.bound = bound
-        is_plain = spec.network == "none" and not spec.env
-        wanted = self._plain if is_plain and self._plain is not None else self.configuration_for(spec)
-        await self._configure(wanted, is_proven=is_proven)
-        if is_plain:
-            self._plain = wanted
+        await self._configure(self._wanted(spec), is_proven=is_proven)
+
+    def _wanted(self, spec: EnvSpec) -> Configuration:
+        if spec.network != "none" or spec.env:
+            return self.configuration_for(spec)
+        if self._plain is None:
+            self._plain = self.configuration_for(spec)
+        return self._plain
 
     def configuration_for(self, spec: EnvSpec) -> Configuration:
         facts = self.facts
@@ -188,27 +208,35 @@ class Standby:
 
     async def _configure(self, wanted: Configuration, *, is_proven: bool) -> None:
         channel, sandbox = self.open_channel(), self.sandbox
-        if wanted is self.configuration or wanted == self.configuration:
-            if not is_proven:
-                await channel.call(actions.ping(timeout_s=READY_TIMEOUT_S))  # it is told nothing new, but must answer
+        begun, self._begun = self._begun, None
+        is_new = wanted is not self.configuration and wanted != self.configuration
+        if is_proven and not is_new:
             return
-        call = actions.configure(workdir=wanted.workdir, env=wanted.env, proxy_port=wanted.proxy_port, timeout_s=READY_TIMEOUT_S)
         was_greeted = bool(channel.cell_version)
         try:
-            # The first is sent right behind our greeting, so one wait covers both.
-            await channel.call(call)
+            if begun is not None and begun[0] == wanted:
+                await channel.end(begun[1])
+            else:  # the first is sent right behind our greeting, so one wait covers both
+                await channel.call(self._telling(wanted))
         except SandboxLost as exc:
             if not was_greeted:
                 await self._explain(channel, exc)
             raise
         except OSError as exc:
             raise CreateError(sandbox.id, f"it could not be configured: {exc}") from exc
+        if not is_new:
+            return
         self.configuration = wanted
         if wanted.workdir != self.facts.workdir:
             try:
                 await channel.call(actions.mkdir(wanted.workdir))
             except OSError as exc:
                 raise CreateError(sandbox.id, f"workdir: {exc}; name one that the sandbox's user may make") from exc
+
+    def _telling(self, wanted: Configuration) -> Call[None]:
+        if wanted is self.configuration or wanted == self.configuration:
+            return actions.ping(timeout_s=READY_TIMEOUT_S)  # it is told nothing new, but must answer
+        return actions.configure(workdir=wanted.workdir, env=wanted.env, proxy_port=wanted.proxy_port, timeout_s=READY_TIMEOUT_S)
 
     async def _explain(self, channel: Channel, exc: SandboxLost) -> None:
         """Raise why it never came up, where that is known."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.layers.merged import Change
     from untax.leases import Request
+    from untax.pooling import Asked
 
 log = logging.getLogger("untax.box")
 
@@ -184,10 +185,10 @@ class Tenancy(Box):
 
     # ---- how it comes to be, for the engine ----
 
-    async def furnish(self, watch: Stopwatch) -> None:
+    async def furnish(self, watch: Stopwatch, asked: Asked | None) -> None:
         """Get a sandbox with everything the lease asked for: from the pool, or made for what is none of a pool's."""
         if self._request.is_plain:
-            await self._engine.pooling.furnish(self, watch)
+            await self._engine.pooling.furnish(self, watch, asked)
         else:
             await self._open(watch)
         self._ledger.held(watch.last_ns)
@@ -359,13 +360,7 @@ class Tenancy(Box):
         if ground is not None:
             ground.release()
 
-    async def _end(self, reason: str) -> None:
-        ledger = self._ledger
-        watch = Stopwatch(self._clock)
-        ledger.released(watch.last_ns)
-        self._over = self._over or reason
-        if self._expiry is not None:
-            self._expiry.cancel()
+    async def _give_back(self, reason: str) -> None:
         place = self._place
         if place is None or not await self._engine.pooling.take_back(self):
             self._leave(reason)
@@ -374,9 +369,6 @@ class Tenancy(Box):
             if place is not None:
                 self._engine.pooling.was_returned(self, place)
         self._give_ground_up()
-        ledger.add("cleanup", *watch.part())
-        ledger.closed(watch.last_ns)
-        self._engine.forget(self)
 
     # ---- what it can do ----
 

@@ -1,12 +1,12 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-`served` is the engine of `untax serve` in another process.
+`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP.
 """
 
 import os
 
 import pytest
-from tests import kubehost
+from tests import hosted, kubehost
 from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image
 from tests.serving import ended, started
@@ -17,10 +17,12 @@ import untax
 from untax import substrates
 
 SERVED = Variant("namespace", is_served=True)
+HOSTED = Variant("namespace", is_hosted=True)
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
+    "hosted": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams", "test_trees"},
     "container-podman": {*FEW, "test_environment", "test_stages"},
     "kubernetes": FEW,
     "ssh": FEW,
@@ -44,7 +46,7 @@ def _is_left_out(item):
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=[*VARIANTS, SERVED], ids=str)
+@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED], ids=str)
 def engine(request, _runner, tmp_path_factory):
     name = request.param.substrate
     if name == "kubernetes":
@@ -56,8 +58,15 @@ def engine(request, _runner, tmp_path_factory):
     if reason := substrates.load(name, **options).unavailable_reason():
         pytest.skip(f"{name}: {reason}")
     state = tmp_path_factory.mktemp("state") / name
-    served = _runner.run(started(tmp_path_factory.mktemp("socket") / "s", state, substrate=name)) if request.param.is_served else None
-    engine = untax.Engine(name, state_dir=state, **options) if served is None else untax.connect(served.url)
+    served = None
+    if request.param.is_served:
+        served = _runner.run(started(tmp_path_factory.mktemp("socket") / "s", state, substrate=name))
+        engine = untax.connect(served.url)
+    elif request.param.is_hosted:
+        served = _runner.run(hosted.started(state, "--allow-image", "*", "--allow-repo", "*", substrate=name))
+        engine = untax.connect(served.url, token=served.token)
+    else:
+        engine = untax.Engine(name, state_dir=state, **options)
     _runner.run(engine.start())
     engine.test_substrate = name
     yield engine

@@ -235,3 +235,12 @@ async def test_a_closed_output_does_not_end_the_command(box):
 
     assert (result.outcome, result.exit_code) == ("exited", 4)
     assert result.elapsed_s >= 0.49
+
+
+async def test_q7_32_commands_at_once_never_mix_what_they_print(box):
+    """Each gets its own lines, all of them, however they were written."""
+    loop = "i=0; while [ $i -lt 1000 ]; do echo $1; [ $((i % 100)) -ne 0 ] || echo $1 >&2; i=$((i+1)); done"
+    results = await asyncio.gather(*(box.run(["sh", "-c", loop, "sh", str(n)], timeout_s=120) for n in range(32)))
+
+    for n, result in enumerate(results):
+        assert (result.exit_code, result.stdout, result.stderr) == (0, f"{n}\n".encode() * 1000, f"{n}\n".encode() * 10)

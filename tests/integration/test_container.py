@@ -5,6 +5,8 @@ import dataclasses
 import hashlib
 import io
 import json
+import os
+import secrets
 import signal
 import subprocess
 import tarfile
@@ -18,7 +20,10 @@ from tests.variants import Variant, options_of
 
 import untax
 from untax import substrates
+from untax.core.root import Root, View
+from untax.core.stage import Stage
 from untax.core.substrate import Incumbent
+from untax.ground import Ground
 from untax.substrates._container_api import Refused
 
 SMALL = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="container")
@@ -268,6 +273,57 @@ async def test_only_so_many_images_are_kept(options, tmp_path):
         left = {tag for one in await engine.substrate.images._listed() for tag in one["RepoTags"] or ()}
         assert tags[0] not in left
         assert tags[1] in left
+
+
+# ---- this machine's own software ----
+
+
+def over_a_view(tmp_path):
+    """What `host` is, in small: a layer, and a directory of this machine that is seen in it."""
+    place = tmp_path / "view"
+    (place / "bin").mkdir(parents=True)
+    (place / "bin/tool").write_text("#!/bin/sh\necho poured\n")
+    (place / "bin/tool").chmod(0o755)
+    (place / "bin/same").hardlink_to(place / "bin/tool")
+    (place / "large").write_bytes(os.urandom(3 << 20))
+    (tmp_path / "layer/opt/view").mkdir(parents=True)
+    return Root((str(small_directory()), str(tmp_path / "layer")), views=(View(str(place), "/opt/view"),))
+
+
+async def test_what_stands_on_views_of_the_host_is_poured_in_once_and_told_of(engine, api, tmp_path):
+    """Straight from the files into the engine: nothing of that size lies in the state directory."""
+    root, told = over_a_view(tmp_path), []
+    key = secrets.token_hex(8)
+    grounds = engine.warehouse._grounds
+    ground = Ground(root, (Stage("image", key, {}, None, False),), 1, ())
+    taken = await asyncio.gather(*(grounds._take_in(ground, lambda *said: told.append(said)) for _ in range(3)))
+    assert len({one.root.layers for one, _ in taken}) == 1
+    assert told[-1][0] == "export"
+    sandbox = await engine.substrate.create_on(untax.EnvSpec(image="host", isolation="container"), taken[0][0].root)
+    try:
+        await sandbox.wait_ready()
+        ran = await sandbox.run_incumbent(["/opt/view/bin/same"], timeout_s=30)
+        assert (ran.stdout, ran.stderr) == (b"poured\n", b"")
+        found = await api.ask("GET", f"/images/{taken[0][0].root.layers[0]}/json")
+        assert len(found["RootFS"]["Layers"]) == 1
+        assert found["Config"]["Labels"]["untax.host"] == "1"
+    finally:
+        await sandbox.destroy()
+
+
+async def test_half_of_a_tree_is_no_image(engine, api, tmp_path):
+    """Whoever writes it fails in the middle, where a tar could end just as well."""
+    key = secrets.token_hex(8)
+
+    def broken(root, target, name, labels, /, to=None):
+        assert to == "tar"
+        with target.open("wb") as out, tarfile.open(fileobj=out, mode="w|") as tar:
+            tar.add(tmp_path / "view/bin", "bin")
+            raise untax.StageUnavailable("export", "a file changed while it was read")
+
+    with pytest.raises(untax.StageUnavailable, match="changed while it was read"):
+        await engine.substrate.take_in(key, over_a_view(tmp_path), broken)
+    assert await engine.substrate.images.find(key, Root(())) is None
 
 
 # ---- bad input ----

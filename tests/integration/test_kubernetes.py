@@ -35,11 +35,35 @@ def engine(cluster, tmp_path):
 
     @contextlib.asynccontextmanager
     async def made(**options):
+        await asyncio.to_thread(cluster.wait_schedulable)  # after whatever the test before it did to a node
         options = {"kubeconfig": cluster.kubeconfig, "state_dir": str(tmp_path / "state"), **options}
         async with untax.Engine("kubernetes", **options) as engine:
             yield engine
 
     return made
+
+
+@pytest.fixture(scope="module")
+def one(cluster, _runner, tmp_path_factory):
+    engine = untax.Engine("kubernetes", kubeconfig=cluster.kubeconfig, state_dir=tmp_path_factory.mktemp("state"))
+    _runner.run(engine.start())
+    _standing.update(left(cluster))
+    yield engine
+    _standing.clear()
+    _runner.run(engine.aclose())
+    assert left(cluster) == []
+
+
+@pytest.fixture
+def shared(cluster, one):
+    """`async with shared()`: one engine for the tests that only want a pod of it."""
+
+    @contextlib.asynccontextmanager
+    async def given():
+        await asyncio.to_thread(cluster.wait_schedulable)
+        yield one
+
+    return given
 
 
 @pytest.fixture
@@ -54,11 +78,15 @@ def namespace(cluster, request):
 SPEC = untax.EnvSpec(image=kubehost.SMALL, isolation="container")
 
 
+_standing: set[str] = set()
+"""Of the engine that the tests share, as long as it lives."""
+
+
 def left(cluster, namespace="default") -> list[str]:
     found = cluster.kubectl(
         "get", "pods,configmaps,leases,networkpolicies", "-n", namespace, "-l", "app.kubernetes.io/managed-by=untax", "-o", "name"
     )
-    return found.split()
+    return [one for one in found.split() if one not in _standing]
 
 
 def spec_of(**fields):
@@ -70,9 +98,9 @@ def spec_of(**fields):
 # ---- coming up ----
 
 
-async def test_the_parts_of_coming_up_are_told(engine):
+async def test_the_parts_of_coming_up_are_told(shared):
     """Scheduling, image and start as the cluster told of them; the control plane's share lies within create and ready."""
-    async with engine() as on, on.lease(SPEC) as box:
+    async with shared() as on, on.lease(SPEC) as box:
         sandbox = box._sandbox
         parts = sandbox.timeline.parts_ns()
         spans = box.ledger.metrics()
@@ -82,7 +110,7 @@ async def test_the_parts_of_coming_up_are_told(engine):
         assert 0 < sandbox.control_plane_ns <= (spans["create_s"] + spans["ready_s"]) * 1e9
 
 
-async def test_an_image_without_a_shell_or_tar_will_do(engine, tmp_path):
+async def test_an_image_without_a_shell_or_tar_will_do(shared, tmp_path):
     """The cell comes by a ConfigMap; the image has one program."""
     busybox = shutil.which("busybox")
     if busybox is None:
@@ -94,7 +122,7 @@ async def test_an_image_without_a_shell_or_tar_will_do(engine, tmp_path):
             tmp_path / "bare", f"untax.local/bare:{os.getpid()}", config={"Env": ["PATH=/bin", "FROM_IMAGE=1"], "WorkingDir": "/work"}
         )
     )
-    async with engine() as on, on.lease(spec_of(image=f"untax.local/bare:{os.getpid()}")) as box:
+    async with shared() as on, on.lease(spec_of(image=f"untax.local/bare:{os.getpid()}")) as box:
         assert (await box.run(["true"])).exit_code == 0
         assert (await box.run(["sh", "-c", "true"])).exit_code == 127
         assert (await box.shell("true")).exit_code == 127
@@ -104,8 +132,8 @@ async def test_an_image_without_a_shell_or_tar_will_do(engine, tmp_path):
         assert box._sandbox.facts().workdir == "/work"
 
 
-async def test_the_incumbent_runs_a_command_as_kubectl_does(engine):
-    async with engine() as on, on.lease(SPEC) as box:
+async def test_the_incumbent_runs_a_command_as_kubectl_does(shared):
+    async with shared() as on, on.lease(SPEC) as box:
         sandbox = box._sandbox
         both = await sandbox.run_incumbent(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout_s=20)
         missing = await sandbox.run_incumbent(["no-such-program"], timeout_s=20)
@@ -118,9 +146,9 @@ async def test_the_incumbent_runs_a_command_as_kubectl_does(engine):
     assert (len(much.stdout), much.dropped_stdout) == (1 << 20, 3_000_000 - (1 << 20))
 
 
-async def test_a_pod_may_be_root_s_when_that_is_asked_for(engine):
+async def test_a_pod_may_be_root_s_when_that_is_asked_for(shared):
     """Then commands may also run as other users of the image."""
-    async with engine() as on, on.lease(spec_of(user="root")) as box:
+    async with shared() as on, on.lease(spec_of(user="root")) as box:
         assert (await box.run(["id", "-u"])).text == "0\n"
         assert (await box.run(["id", "-un"], user="other")).text == "other\n"
 
@@ -311,9 +339,9 @@ async def test_a_namespace_that_is_not_there_is_named(engine):
 # ---- being lost, and not ----
 
 
-async def test_a_stream_that_breaks_while_the_pod_lives_is_opened_again(engine):
+async def test_a_stream_that_breaks_while_the_pod_lives_is_opened_again(shared):
     """The command that runs meanwhile gives its result once; sessions go on."""
-    async with engine() as on, on.lease(SPEC) as box:
+    async with shared() as on, on.lease(SPEC) as box:
         async with box.session() as bash:
             await bash.run("X=7")
             running = asyncio.ensure_future(box.shell("echo x >>ran; sleep 1; cat ran"))
@@ -325,8 +353,8 @@ async def test_a_stream_that_breaks_while_the_pod_lives_is_opened_again(engine):
     assert box.ledger.verdict == "trusted"
 
 
-async def test_x19_c9_a_pod_that_is_deleted_is_lost_at_once(engine, cluster):
-    async with engine() as on:
+async def test_x19_c9_a_pod_that_is_deleted_is_lost_at_once(shared, cluster):
+    async with shared() as on:
         box = await on.acquire(SPEC)
         running = asyncio.ensure_future(box.run(["sleep", "60"]))
         await asyncio.sleep(0.1)
@@ -337,8 +365,8 @@ async def test_x19_c9_a_pod_that_is_deleted_is_lost_at_once(engine, cluster):
         assert box.ledger.verdict == "infra"
 
 
-async def test_an_eviction_is_a_lost_sandbox_with_its_reason(engine, cluster):
-    async with engine() as on:
+async def test_an_eviction_is_a_lost_sandbox_with_its_reason(shared, cluster):
+    async with shared() as on:
         box = await on.acquire(SPEC)
         eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": box.id, "namespace": "default"}}
         running = asyncio.ensure_future(box.run(["sleep", "60"]))
@@ -380,9 +408,9 @@ async def test_a_preemption_is_a_lost_sandbox_with_its_reason(engine, cluster):
         cluster.kubectl("delete", "priorityclass", "untax-high", "--ignore-not-found")
 
 
-async def test_an_agent_that_ends_is_a_lost_sandbox(engine, cluster):
+async def test_an_agent_that_ends_is_a_lost_sandbox(shared, cluster):
     """The container is gone although the pod's object is there."""
-    async with engine() as on:
+    async with shared() as on:
         box = await on.acquire(SPEC)
         pid = (await box.run(["sh", "-c", "sleep 60 & echo $!"])).text
         assert pid

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tests import servers
 
 import untax
 from untax import substrates
@@ -167,6 +168,20 @@ def test_a_pool_serves_blocking_callers_too(tmp_path):
         with engine.lease(network=("127.0.0.1:9",)) as box:
             assert box.run(["true"]).exit_code == 0
         assert engine.pools().exact == 1
+
+
+def test_what_is_kept_ready_for_blocking_callers_with_a_network_can_reach_it(tmp_path):
+    """Egress is served by the loop, so such a sandbox is made with its channel there, before anybody leases it."""
+    from untax import sync
+
+    if reason := substrates.load("namespace").unavailable_reason():
+        pytest.skip(f"namespace: {reason}")
+    with servers.listener() as peer, sync.Engine("namespace", state_dir=str(tmp_path / "state")) as engine:
+        spec = untax.EnvSpec(network=(peer.address,))
+        engine.warm(spec, 1)
+        with engine.lease(spec) as box:
+            assert box.ledger.hit.kind == "exact"
+            assert box.run(["curl", "-s", "-m", "5", f"http://{peer.address}/"]).text == "reached"
 
 
 async def test_status_shows_a_running_engine(namespace, tmp_path):

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from tests import agentwire as w
-from tests import hostview, leftovers
+from tests import hostview, leftovers, wallclock
 from tests.enginehost import Refused, engine_host
 
 import untax
@@ -744,34 +744,9 @@ async def test_x17_a_sandbox_out_of_memory_is_told_with_evidence(engine, box, en
 # ---- clocks, slow machines ----
 
 
-SHIFT = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdlib.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static long shift(void) { return access(getenv("SHIFT_FLAG"), F_OK) == 0 ? atol(getenv("SHIFT_BY")) : 0; }
-int clock_gettime(clockid_t id, struct timespec *t) {
-    static int (*real)(clockid_t, struct timespec *);
-    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
-    int r = real(id, t);
-    if (!r && id == CLOCK_REALTIME) t->tv_sec += shift();
-    return r;
-}
-int gettimeofday(struct timeval *restrict t, void *restrict z) { (void)z; struct timespec s; clock_gettime(CLOCK_REALTIME, &s); t->tv_sec = s.tv_sec; t->tv_usec = s.tv_nsec / 1000; return 0; }
-time_t time(time_t *t) { struct timespec s; clock_gettime(CLOCK_REALTIME, &s); if (t) *t = s.tv_sec; return s.tv_sec; }
-"""
-
-
 @pytest.mark.parametrize("by", [3600, -3600])
 async def test_x24_a_wall_clock_that_steps_changes_no_deadline(state, tmp_path, by):
-    if shutil.which("gcc") is None:
-        pytest.skip("needs gcc")
-    (tmp_path / "shift.c").write_text(SHIFT)
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", tmp_path / "shift.so", tmp_path / "shift.c", "-ldl"], check=True)
-    flag = tmp_path / "flag"
-    env = {"LD_PRELOAD": str(tmp_path / "shift.so"), "SHIFT_FLAG": str(flag), "SHIFT_BY": str(by)}
+    env, flag = wallclock.shifted(tmp_path, by)
     async with engine_host(state, env=env) as host:
         await host.lease("a", {}, ttl_s=600)
         task = asyncio.create_task(host.run("a", ["sleep", "60"], timeout_s=1))

@@ -1,8 +1,11 @@
 """THREATS 4.8 and 4.9 where a pool is concerned. Cases are named by their ids."""
 
 import asyncio
+import contextlib
+import hashlib
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from tests import hostview, leftovers
@@ -11,6 +14,7 @@ from tests.enginehost import engine_host
 import untax
 from untax import substrates
 
+SUM = hashlib.sha256("".join(f"{n}\n" for n in range(1, 501)).encode()).hexdigest()[:8]
 LONG = os.environ.get("UNTAX_LONG") == "1"
 
 
@@ -180,3 +184,88 @@ async def test_q3_leases_and_cancellations_at_once_leave_no_place_taken(state):
         await engine.warm(n=0)
         await asyncio.to_thread(hostview.eventually, lambda: engine.pools().sandboxes == 0, 5.0, 0.02)
         assert engine.pools().sandboxes == 0
+
+
+def marks(pid: int) -> set[str]:
+    """What a live sandbox has to itself: its range of user ids, its control groups, its network."""
+    base = int(Path(f"/proc/{pid}/uid_map").read_text().split()[1])
+    ours = Path("/proc/self/cgroup").read_text().splitlines()
+    groups = [line for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines() if line not in ours]
+    ids = {f"ids from {base}"} if os.geteuid() == 0 else set()  # an ordinary user has but one
+    return {*ids, *groups, os.readlink(f"/proc/{pid}/ns/net")}
+
+
+async def test_q4_no_range_of_users_group_or_network_ever_has_two_live_holders(state):
+    """Of two engines beside each other, and of one that takes the place of a third that was killed while its sandboxes lived."""
+    held: set[str] = set()
+    count = 0
+
+    async def client(engine, leases):
+        nonlocal count
+        for _ in range(leases):
+            async with engine.lease() as box:
+                own = marks(box._sandbox.agent_pid)
+                assert own and not own & held, own & held
+                held.update(own)
+                await box.run(["true"])
+                held.difference_update(own)
+                count += 1
+
+    each = 625 if LONG else 15
+    async with pooled(state, entries=16) as one:
+        async with engine_host(state) as host:
+            await asyncio.gather(*(host.lease(f"b{n}") for n in range(8)))
+            dying = {agent.pid: marks(agent.pid) for agent in hostview.agents(host.pid)}
+            assert len(dying) >= 8
+            assert not set.intersection(*dying.values())
+            host.kill(signal.SIGKILL)
+        async with pooled(state, entries=16) as two:
+            boxes = await asyncio.gather(*(two.acquire() for _ in range(8)))
+            for box in boxes:
+                own = marks(box._sandbox.agent_pid)
+                shared = [pid for pid, theirs in dying.items() if own & theirs and hostview.seen(pid) is not None]
+                assert not shared, (own, shared)
+            await asyncio.gather(*(box.release() for box in boxes))
+            await asyncio.gather(*(client(engine, each) for engine in (one, two) for _ in range(8)))
+    assert count == 16 * each
+
+
+# What the attacker runs, over and over, all at once: R1, R3, R7, O3.
+ATTACKS = (
+    ":(){ :|:& };:",
+    "python3 -c 'x = bytearray(8 << 30)'",
+    "dd if=/dev/zero of=big bs=1M; rm -f big",
+    "yes | head -c 268435456",
+)
+
+
+async def test_q9_seven_ordinary_sandboxes_beside_an_attacker_all_succeed(state):
+    """Not one of their commands fails or says something else. How much slower they are `benchmarks/neighbours` shows."""
+    limits = untax.Limits(memory_mib=256, pids=64, disk_mib=64)
+    async with untax.Engine("namespace", state_dir=state) as engine, engine.lease(limits=limits) as attacker:
+        if lacking := {one.name for one in attacker.ledger.unenforced} & {"pids", "memory_mib"}:
+            pytest.skip(f"{sorted(lacking)}: not enforced here")
+
+        async def attack(text):
+            while True:
+                with contextlib.suppress(untax.SpawnFailed):  # its own bomb is in the way of its own commands
+                    await attacker.shell(text, timeout_s=1)
+
+        async def ordinary(n):
+            async with engine.lease() as box:
+                for turn in range(10):
+                    done = await box.shell(f"echo {n} {turn} >f; seq 500 | sha256sum | cut -c1-8; cat f")
+                    assert (done.exit_code, done.outcome) == (0, "exited"), done
+                    assert done.text == f"{SUM}\n{n} {turn}\n"
+            assert box.ledger.verdict == "trusted"
+
+        attacking = [asyncio.create_task(attack(text)) for text in ATTACKS]
+        try:
+            await asyncio.gather(*(ordinary(n) for n in range(7)))
+            assert not any(task.done() for task in attacking)
+        finally:
+            for task in attacking:
+                task.cancel()
+            await asyncio.gather(*attacking, return_exceptions=True)
+        async with engine.lease() as fresh:
+            assert (await fresh.run(["echo", "alive"])).stdout == b"alive\n"

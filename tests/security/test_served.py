@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests import hostview, leftovers
+from tests import failpoints, hostview, leftovers, wallclock
 from tests.serving import ended, environment, script, serving, started
 
 import untax
@@ -143,6 +144,43 @@ async def test_c2_a_server_killed_in_the_middle_of_anything_leaves_no_client_wai
         assert not await clean(baseline, state, pid)
 
 
+async def test_c2_a_server_killed_at_each_named_step_leases_nothing_half_made_afterwards(tmp_path, baseline):
+    """The same clients go on with its successor on the same socket and state, which the next step kills in turn."""
+    state, path = tmp_path / "state", tmp_path / "s.sock"
+    snapshots, pids, engine = [], [], None
+
+    async def use() -> None:
+        async with engine.lease() as box:
+            assert await box.list(".") == []
+            await box.write("mark", b"x")
+            await box.reset()
+            assert await box.list(".") == []
+            await box.write("mark", b"x")
+            snapshots.append(await box.snapshot())
+            await snapshots[-1].save()
+            async with engine.fork(snapshots[-1], 2) as group:
+                assert [await fork.read("mark") for fork in group] == [b"x", b"x"]
+
+    async with contextlib.AsyncExitStack() as stack:
+        for point in failpoints.POINTS:
+            served = await started(path, state, failpoint=point)
+            pids.append(served.process.pid)
+            engine = engine or await stack.enter_async_context(untax.connect(served.url))
+            with contextlib.suppress(untax.SubstrateError, untax.PoolError):  # who only gives back need not hear of it
+                await asyncio.wait_for(use(), 15)
+            assert await asyncio.wait_for(served.process.wait(), 5) == -signal.SIGKILL, point
+            if point == "snapshot.saved":
+                saved = snapshots[-1].id
+            await ended(served)
+        served = await started(path, state)
+        await use()
+        async with engine.restore(saved) as box:  # which was killed right behind that
+            assert await box.read("mark") == b"x"
+        await ended(served)
+    for pid in pids:
+        assert not await clean(baseline, state, pid)
+
+
 async def test_c3_a_killed_agent_is_a_lost_sandbox_on_both_sides(served):
     async with untax.connect(served.url) as engine:
         async with engine.lease() as box, engine.lease() as other:
@@ -161,18 +199,18 @@ async def test_c3_a_killed_agent_is_a_lost_sandbox_on_both_sides(served):
             assert (await fresh.run(["true"])).exit_code == 0
 
 
-async def test_c7_a_second_server_on_the_same_socket_refuses_and_takes_over_once_the_first_is_dead(tmp_path):
-    """One with a socket of its own works beside it on the same state directory: each sweeps only what the dead left."""
+async def test_c7_a_second_server_refuses_and_takes_over_once_the_first_is_dead(tmp_path):
+    """Neither on the same state directory nor at the same socket. An embedded engine works beside a server, and sweeps only what the dead left."""
     state, path = tmp_path / "state", tmp_path / "s.sock"
     first = await started(path, state)
     async with untax.connect(first.url) as engine:
         box = await engine.acquire()
+        with pytest.raises(AssertionError, match=re.escape(f"already: {first.url}; connect to it")):
+            await started(tmp_path / "other.sock", state, stderr=subprocess.DEVNULL)
         with pytest.raises(AssertionError, match="listens there already"):
-            await started(path, state, stderr=subprocess.DEVNULL)
-        beside = await started(tmp_path / "other.sock", state)
-        async with untax.connect(beside.url) as other, other.lease() as neighbour:
+            await started(path, tmp_path / "other", stderr=subprocess.DEVNULL)
+        async with untax.Engine(state_dir=state) as other, other.lease() as neighbour:
             await neighbour.run(["true"])
-        await ended(beside)
         assert (await box.run(["echo", "untouched"])).stdout == b"untouched\n"
         await first.kill()
         assert path.is_socket()  # left behind
@@ -186,6 +224,34 @@ async def test_c7_a_second_server_on_the_same_socket_refuses_and_takes_over_once
     await ended(second)
     await ended(first)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("by_s", [3600, -3600])
+async def test_c12_a_server_whose_wall_clock_steps_keeps_every_lease_and_deadline(tmp_path, by_s):
+    """X24: during an action, with a lease whose time is short, and for a client that lost its connection."""
+    env, flag = wallclock.shifted(tmp_path, by_s)
+    served = await started(tmp_path / "s.sock", tmp_path / "state", "--lease", "5", "--drain", "0", env=env)
+    try:
+        async with untax.connect(served.url) as engine:
+            box, short = await engine.acquire(), await engine.acquire(ttl_s=2)
+            began = time.monotonic()
+            running = asyncio.ensure_future(box.run(["sleep", "60"], timeout_s=1))
+            await asyncio.sleep(0.2)
+            flag.touch()
+            engine._connection._stream._sock.shutdown(socket.SHUT_RDWR)  # it comes back, as itself
+            assert (await asyncio.wait_for(running, 10)).outcome == "timeout"
+            assert time.monotonic() - began < 3
+            await short.run(["true"])
+            with pytest.raises(untax.SandboxLost, match="its lease of 2 s"):
+                await asyncio.wait_for(short.run(["sleep", "60"]), 10)
+            assert 1.9 < time.monotonic() - began < 6
+            assert (await box.run(["echo", "kept"])).stdout == b"kept\n"
+            await box.reset()
+            await asyncio.gather(box.release(), short.release())
+            assert box.ledger.verdict == "trusted"
+            assert all(value >= 0 for one in await engine.ledgers() for _, *times in one["parts"] for value in times)
+    finally:
+        await ended(served)
 
 
 async def test_c14_a_server_that_is_told_to_end_destroys_everything_and_exits_with_0(tmp_path, baseline):

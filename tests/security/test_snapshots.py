@@ -398,3 +398,19 @@ async def test_f18_the_tricks_do_work_where_nobody_grades_apart(engine, hosted):
         await box.write("src/answer.py", b"def answer():\n    return 41\n")
         await box.write("conftest.py", _CONFTEST.encode())
         assert await score(box) == "2 passed"
+
+
+async def test_c13_two_clones_of_one_snapshot_differ(engine, hosted):
+    """Random bytes and name are each one's own, the clock is the host's, and no machine id is shared: the host's own is shown to none."""
+    ask = "head -c 16 /dev/urandom | od -An -tx1; hostname; date +%s; cat /etc/machine-id 2>/dev/null"
+    async with engine.lease(hosted) as box:
+        async with engine.fork(await box.snapshot(), 2) as clones:
+            told = []
+            for one in (box, *clones):
+                before = time.time()
+                random, name, now, *machine = (await one.shell(ask)).text.splitlines()
+                assert before - 1 <= int(now) <= time.time() + 1
+                assert name == one.id
+                told.append((random, name, *machine))
+
+    assert all(len({*values}) == 3 for values in zip(*told, strict=True)), told

@@ -8,6 +8,8 @@ import pytest
 
 import untax
 from untax import quarantine
+from untax.layers.store import LayerStore
+from untax.pool.record import PoolRecord
 from untax.standby import Standby
 from untax.testing import FakeExit, FakeSubstrate, LayeredFake
 from untax.testing.fake import HANGS
@@ -450,3 +452,93 @@ async def test_closing_cuts_off_what_is_being_handed_out(fake):
     assert not fake.live
     with pytest.raises(untax.UntaxError):
         await coming
+
+
+async def test_a_disk_limit_that_is_fixed_at_creation_serves_only_leases_that_want_the_same(fake):
+    """What binds late beside it still does, and is a hit."""
+    fake.binds_late = frozenset(("limits", "user"))
+    small = untax.Limits(disk_mib=64)
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=1)
+        async with engine.lease(limits=small) as box:
+            assert box.ledger.hit.kind == "cold"
+            assert fake.specs[-1].limits.disk_mib == 64
+        async with engine.lease(limits=untax.Limits(memory_mib=256)) as box:
+            assert box.ledger.hit.kind == "exact"
+            assert box.sandbox.spec.limits.memory_mib == 256
+
+
+async def test_an_upgrade_that_is_cancelled_while_the_old_sandbox_goes_leaves_none(layered, image, tmp_path, monkeypatch):
+    spec = untax.EnvSpec(image=image, setup=("true",))
+    leaving, gate, leave = asyncio.Event(), asyncio.Event(), Standby.leave
+
+    async def watched(standby):
+        if not leaving.is_set():
+            layered.gates["destroy"] = gate
+            leaving.set()
+        await leave(standby)
+
+    monkeypatch.setattr(Standby, "leave", watched)
+    async with untax.Engine(layered, state_dir=tmp_path / "state", pool=untax.PoolOptions(entries=1)) as engine:
+        await engine.warm(untax.EnvSpec(image=image), 1)
+        coming = asyncio.ensure_future(engine.acquire(spec))
+        async with asyncio.timeout(5):
+            await leaving.wait()
+        coming.cancel()
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await coming
+        async with engine.lease(spec, wait_s=5) as box:  # its place is free again
+            assert layered.live == {box.id}
+    assert not layered.live
+
+
+async def test_refusals_during_a_hand_out_are_not_kept(fake):
+    """Who is refused at its deadline while stages are added is told once, by whichever comes first; nothing of it stays in the driver."""
+    async with untax.Engine(fake, pool=untax.PoolOptions(entries=1)) as engine:
+        for _ in range(3):
+            await engine.warm(n=1)
+            with pytest.raises(untax.PoolTimeout):
+                await engine.acquire(untax.EnvSpec(setup=("sleep 9",)), wait_s=0.02)
+        driver = engine.pooling.driver
+        assert driver.counts.refused == 3
+        assert not driver._outcomes
+        assert not driver._asked
+        assert not driver._waiting
+
+
+async def test_an_engine_that_fails_to_start_lets_go_of_its_store(layered, tmp_path, monkeypatch):
+    """The store that it had opened is closed, and the substrate too; another engine starts on the same directory."""
+
+    def broken(_):
+        raise OSError("no record")
+
+    async def start():
+        engine = untax.Engine(layered, state_dir=tmp_path / "state")
+        await engine.start()
+        return engine
+
+    await (await start()).aclose()  # what is made once and for all is there
+    closed = []
+    close = LayerStore.close
+    with monkeypatch.context() as patched:
+        patched.setattr(PoolRecord, "open", broken)
+        patched.setattr(LayerStore, "close", lambda store: (closed.append(store), close(store))[1])
+        with pytest.raises(OSError, match="no record"):
+            await start()
+    assert len(closed) == 1
+    assert layered.log[-2:] == ["start", "aclose"]
+    await (await start()).aclose()
+
+
+async def test_what_cannot_be_told_to_a_hit_is_the_leases_own_mistake_and_costs_one_sandbox(fake):
+    """It is asked to prove that it lives before the lease is written up; what goes wrong there is said where a lease can fail."""
+    async with untax.Engine(fake) as engine:
+        await engine.warm(n=2)
+        with pytest.raises(untax.UsageError, match="the kernel takes"):
+            await engine.acquire(env={"A": "x" * (5 << 20)})
+        async with engine.lease() as box:
+            assert box.ledger.hit.kind == "exact"
+        assert not engine.pooling.driver._asked
+    assert not fake.live

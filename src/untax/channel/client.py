@@ -19,6 +19,7 @@ from untax.channel.handover import Resumed
 from untax.channel.handshake import Handshake
 from untax.channel.link import PIECE, EgressLink, Entry, Link, Watch
 from untax.channel.replies import TreeSize
+from untax.channel.stream import SocketStream
 from untax.channel.wire import FrameParser, Reader
 from untax.core.errors import ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 from untax.core.span import now_ns
@@ -33,6 +34,10 @@ _RECHECK_S = 0.02  # before a silence is believed the loop gets one more chance 
 _WRITE_HIGH = 4 << 20  # above this much unsent, nothing more is read: it would only make more to send
 _EGRESS_MAX = 256  # streams that a cell may have open at once
 _OPEN_MAX = wire.REQUESTS_MAX + _EGRESS_MAX
+
+
+Begun = tuple[Call[T], int, Entry]
+"""A call that is on its way, for `Channel.end`."""
 
 
 class EgressHandler(Protocol):
@@ -145,6 +150,22 @@ class Channel:
         request_id, entry = self._send(call)
         await self._answer(request_id, entry)
         return call.result(self.sandbox_id, now_ns() - started_ns)
+
+    def begin(self, call: Call[T]) -> Begun[T] | None:
+        """As `call`, for whoever has something else to do until `end` is asked for the answer; None where it would have to wait first."""
+        if self._reason is not None or call.body is not None or len(self._open) >= wire.REQUESTS_MAX - 1 or self._stream.write_buffer_size:
+            return None
+        return (call, *self._send(call))
+
+    async def end(self, begun: Begun[T]) -> T:
+        call, request_id, entry = begun
+        if not call.finished:
+            if isinstance(self._stream, SocketStream):
+                self._stream.read_now()  # what has come already costs no turn of the loop
+            if not call.finished:
+                self._check()
+                await self._answer(request_id, entry)
+        return call.result(self.sandbox_id)
 
     async def batch(self, calls: Sequence[Call[Any]], *, stop: bool = False) -> list[object]:
         """Carry out several actions, sent as one, one after another; `stop` ends at the first failure.

@@ -98,6 +98,11 @@ class SocketStream:
         if not self._closed:
             self._lose(None)
 
+    def read_now(self) -> None:
+        """Deliver what has come already, without waiting for the loop to say so."""
+        if not self._closed and not self._paused:
+            self._readable()
+
     def _readable(self) -> None:
         try:
             data = self._recv(self._receive_size)

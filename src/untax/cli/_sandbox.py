@@ -8,6 +8,7 @@ from typing import Any
 
 import untax
 from untax import substrates
+from untax.cli._progress import Progress
 from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS
 from untax.leases import Choosing
@@ -66,6 +67,15 @@ def spec_of(arguments: argparse.Namespace, engine: Leasing) -> untax.EnvSpec:
 def _own_isolation(engine: Leasing) -> str:
     """What is meant where nothing is said: the substrate's own, and with several to choose from what a spec has by itself."""
     return engine.offer.default_spec().isolation if isinstance(engine.offer, Choosing) else engine.offer.isolation
+
+
+async def put_in_place(engine: Leasing, spec: untax.EnvSpec) -> None:
+    """Show how far it is when a substrate takes this machine's own software in: for the first time that is minutes of silence otherwise."""
+    if isinstance(engine, untax.Engine) and engine.importing is not None and spec.image == "host":
+        with Progress() as progress:
+            prepared = await engine.prepare(spec, progress=progress)
+        if prepared.pin is not None:
+            prepared.pin.close()
 
 
 def engine_of(arguments: argparse.Namespace) -> Leasing:

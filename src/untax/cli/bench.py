@@ -158,16 +158,44 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     limits = {name: getattr(arguments, name) for name in ("cpus", "memory_mib") if getattr(arguments, name) is not None}
     if limits:
         flags["limits"] = {**said.get("limits", {}), **limits}
-    said |= {name: value for name, value in flags.items() if value is not None}
+    said = _narrowed(said, flags) | {name: value for name, value in flags.items() if value is not None}
     if "substrates" not in said:
         said["substrates"] = _usable()
     said.setdefault("seed", int.from_bytes(os.urandom(2), "big"))
     for name in said["substrates"] if isinstance(said["substrates"], list) else []:
-        if name not in substrates.names():
-            raise UsageError(f"no substrate {name!r}; there are {', '.join(substrates.names())}")
+        if (real := _real(name, said.get("options"))) not in substrates.names():
+            raise UsageError(f"no substrate {real!r}; there are {', '.join(substrates.names())}")
     if arguments.image:
         said["options"] = _with_images(said, arguments.image)
     return plans.from_mapping(said, where=arguments.plan or "the plan")
+
+
+def _narrowed(said: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """A file's plan without what is only about substrates, paths or warmths that the flags leave out, and with no more trials than they allow."""
+    kept = dict(said)
+    if (chosen := flags["substrates"]) is not None and isinstance(kept.get("options"), Mapping):
+        kept["options"] = {name: one for name, one in kept["options"].items() if name in chosen}
+    counts = []
+    for count in said["counts"] if isinstance(said.get("counts"), list) else ():
+        if not isinstance(count, Mapping):
+            return kept  # and is refused as it is
+        left = {
+            name: [one for one in value if flags.get(name) is None or one in flags[name]] if isinstance(value, list) else value
+            for name, value in count.items()
+        }
+        if flags["trials"] is not None and isinstance(left.get("trials"), int):
+            left["trials"] = min(left["trials"], flags["trials"])
+        if all(value != [] for value in left.values()):
+            counts.append(left)
+    if "counts" in said:
+        kept["counts"] = counts
+    return kept
+
+
+def _real(name: str, options: object) -> str:
+    """What a name of a plan stands for: itself, or the substrate that its options name."""
+    said = options.get(name) if isinstance(options, Mapping) else None
+    return str(said["substrate"]) if isinstance(said, Mapping) and "substrate" in said else name
 
 
 def _with_images(said: Mapping[str, Any], images: Sequence[str]) -> dict[str, Any]:
@@ -187,7 +215,7 @@ def _in_time(plan: Plan, known: Mapping[str, workloads.Workload]) -> Plan:
         return plan
     options = {name: dict(said) for name, said in plan.options.items()}
     for name in plan.substrates:
-        if isinstance(substrates.load(name), Importing):
+        if isinstance(substrates.load(_real(name, plan.options)), Importing):
             options.setdefault(name, {}).setdefault("image", _SMALL)
     return replace(plan, options=options)
 
@@ -245,7 +273,8 @@ def _usable() -> list[str]:
 def _maker(state_dir: str | None) -> runs.MakeEngine:
     def make(name: str, options: Mapping[str, Any]) -> untax.Engine:
         try:
-            return untax.Engine(name, state_dir=state_dir, **options)
+            given = dict(options)
+            return untax.Engine(given.pop("substrate", name), state_dir=state_dir, **given)
         except TypeError as exc:
             raise UsageError(f"[options.{name}]: {exc}") from exc
 

@@ -12,7 +12,7 @@ import json
 import sys
 
 import untax
-from untax.cli._sandbox import add_sandbox_arguments, engine_of, spec_of
+from untax.cli._sandbox import add_sandbox_arguments, engine_of, put_in_place, spec_of
 from untax.cli._terminal import show_result
 from untax.core.errors import UsageError
 from untax.core.ledger import Ledger, as_dict
@@ -47,8 +47,11 @@ async def _run(arguments: argparse.Namespace) -> tuple[untax.CommandResult, Ledg
     if arguments.stdin and sys.stdin.isatty():
         raise UsageError("--stdin wants a file or a pipe; for a terminal use: untax shell")
     stdin = sys.stdin.buffer.read() if arguments.stdin else None
-    async with engine_of(arguments) as engine, engine.lease(spec_of(arguments, engine)) as box:
-        result = await box.run(arguments.command, stdin=stdin, timeout_s=arguments.timeout)
+    async with engine_of(arguments) as engine:
+        spec = spec_of(arguments, engine)
+        await put_in_place(engine, spec)
+        async with engine.lease(spec) as box:
+            result = await box.run(arguments.command, stdin=stdin, timeout_s=arguments.timeout)
     return result, box.ledger
 
 

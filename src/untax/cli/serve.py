@@ -1,6 +1,7 @@
-"""Run one engine for every process of this machine's user.
+"""Run one engine for every process of this machine's user, and over HTTP for whoever has a token.
 
-Programs reach it with untax.connect("unix:PATH"). SIGTERM and Ctrl-C end it: there are no new leases then, those that are held get --drain
+Programs reach it with untax.connect("unix:PATH") or untax.connect("http://…"), the SDKs of others over HTTP. Without --socket it listens on
+loopback and prints what a client needs. SIGTERM and Ctrl-C end it: there are no new leases then, those that are held get --drain
 seconds to end, and a second signal does not wait for them.
 """
 
@@ -12,23 +13,48 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import untax
 from untax import substrates
 from untax.core.errors import UsageError
 from untax.server.service import LEASE_S, Service
+from untax.server.sole import only_server
 from untax.server.unix import UnixListener
+
+if TYPE_CHECKING:
+    from untax.cli._serve_http import Http
 
 log = logging.getLogger("untax.server")
 
 _DRAIN_S = 10.0
+_PORT = 8765
+_DESCRIPTORS = 1 << 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--socket", required=True, metavar="PATH", help="where it listens; only this user can connect")
+    parser.add_argument("--socket", metavar="PATH", help="a Unix socket to listen at; only this user can connect")
+    http = parser.add_argument_group("over HTTP", "on loopback without --socket, or with any of these")
+    http.add_argument("--host", metavar="ADDRESS", help="where it listens (default: 127.0.0.1); others than loopback need TLS and tokens")
+    http.add_argument("--port", type=int, metavar="N", help=f"(default: {_PORT}; 0: any)")
+    http.add_argument(
+        "--token-file", metavar="FILE", help="one token, or tables of tenants (default: a key of its own below the state directory)"
+    )
+    http.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM")
+    http.add_argument("--tls-key", metavar="FILE", help="its private key, PEM")
+    http.add_argument(
+        "--allow-image",
+        action="append",
+        metavar="PATTERN",
+        help="images that clients may name beside host, as a shell's pattern; repeatable",
+    )
+    http.add_argument("--allow-repo", action="append", metavar="PATTERN", help="repositories that clients may name, by URL; repeatable")
+    http.add_argument("--any-key", action="store_true", help="whoever has any key is heard; on loopback, for throw-away use")
     parser.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how sandboxes are run (default: %(default)s)")
     parser.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
     parser.add_argument(
@@ -50,16 +76,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain < float("inf"):
         raise UsageError(f"--drain must be a number of seconds, not {arguments.drain:g}")
-    ended_by = asyncio.run(_serve(arguments))
+    _allow_descriptors()
+    with only_server(arguments.state_dir, arguments.substrate) as tell:
+        ended_by = asyncio.run(_serve(arguments, tell))
     return 130 if ended_by == signal.SIGINT else 0
 
 
-async def _serve(arguments: argparse.Namespace) -> signal.Signals:
+def _allow_descriptors() -> None:
+    """As many as the machine's operator lets us, up to what ten thousand sandboxes need; sandboxes have a limit of their own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> signal.Signals:
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     network = arguments.setup_network
+    http = _http_settings(arguments)
     async with untax.Engine(
         arguments.substrate,
         state_dir=arguments.state_dir,
@@ -69,20 +106,61 @@ async def _serve(arguments: argparse.Namespace) -> signal.Signals:
         setup_wheels=arguments.setup_wheels,
     ) as engine:
         service = Service(engine, lease_s=arguments.lease)
-        listener = UnixListener(service, arguments.socket)
-        try:
-            listener.start()
-            _say_ready(arguments, listener)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(service.aclose)
+            leases: Leases = service
+            document: dict[str, object] = {}
+            if arguments.socket is not None:
+                listener = UnixListener(service, arguments.socket)
+                listener.start()
+                stack.callback(listener.close)
+                document["listening"] = f"unix:{listener.path}"
+            if http is not None:
+                hosting, told = await http.start(service, stack)
+                leases = hosting
+                document = {"listening": told["url"], **document, **told}
+            tell(str(document["listening"]))
+            _say_ready(arguments, document)
             ended_by = await signals.get()
             _notify("STOPPING=1")
-            await _drained(service, signals, arguments.drain)
-        finally:
-            await service.aclose()
-            listener.close()
+            await _drained(leases, signals, arguments.drain)
     return ended_by
 
 
-async def _drained(service: Service, signals: asyncio.Queue[signal.Signals], drain_s: float) -> None:
+class Leases(Protocol):
+    """What can be drained: the service of the Unix socket, or that with everything over HTTP in it."""
+
+    @property
+    def leases(self) -> int: ...
+
+    def drain(self) -> None: ...
+
+    async def wait_idle(self) -> None: ...
+
+
+def _http_settings(arguments: argparse.Namespace) -> Http | None:
+    """Checked before anything is started; None when only the Unix socket was asked for."""
+    named = (arguments.host, arguments.port, arguments.token_file, arguments.tls_cert, arguments.tls_key)
+    if arguments.socket is not None and all(one is None for one in named) and not arguments.any_key:
+        return None
+    try:
+        from untax.cli._serve_http import Http
+    except ModuleNotFoundError as exc:
+        raise UsageError(f"HTTP needs the package {exc.name}: pip install 'untax[server]', or serve a --socket only") from exc
+    return Http(
+        host=arguments.host or "127.0.0.1",
+        port=_PORT if arguments.port is None else arguments.port,
+        token_file=arguments.token_file,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        any_key=arguments.any_key,
+        state_dir=arguments.state_dir,
+        allow_image=tuple(arguments.allow_image or ()),
+        allow_repo=tuple(arguments.allow_repo or ()),
+    )
+
+
+async def _drained(service: Leases, signals: asyncio.Queue[signal.Signals], drain_s: float) -> None:
     service.drain()
     if not service.leases or not drain_s:
         return
@@ -94,20 +172,23 @@ async def _drained(service: Service, signals: asyncio.Queue[signal.Signals], dra
     await asyncio.wait([idle, again])
 
 
-def _say_ready(arguments: argparse.Namespace, listener: UnixListener) -> None:
-    """One line for whoever waits for it, and word to a service manager."""
-    url = f"unix:{listener.path}"
+def _say_ready(arguments: argparse.Namespace, listening: dict[str, object]) -> None:
+    """One line for whoever waits for it, what an SDK needs after it, and word to a service manager."""
     document = {
-        "listening": url,
+        **listening,
         "pid": os.getpid(),
         "substrate": arguments.substrate,
         "lease_s": arguments.lease,
         "release": untax.__version__,
     }
-    print(
-        json.dumps(document) if arguments.json else f"listening on {url} (process {os.getpid()}, substrate {arguments.substrate})",
-        flush=True,
-    )
+    exports = document.get("exports")
+    if arguments.json:
+        print(json.dumps(document), flush=True)
+    else:
+        lines = [f"listening on {document['listening']} (process {os.getpid()}, substrate {arguments.substrate})"]
+        if isinstance(exports, dict):
+            lines += [f"export {name}={value}" for name, value in exports.items()]
+        print("\n".join(lines), flush=True)
     _notify("READY=1")
 
 

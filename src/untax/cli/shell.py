@@ -17,7 +17,7 @@ import tty
 from collections.abc import Iterator
 
 import untax
-from untax.cli._sandbox import add_sandbox_arguments, engine_of, spec_of
+from untax.cli._sandbox import add_sandbox_arguments, engine_of, put_in_place, spec_of
 from untax.cli._terminal import StringFilter
 from untax.core.errors import UsageError
 from untax.core.ledger import Ledger, as_dict
@@ -45,10 +45,13 @@ async def _shell(arguments: argparse.Namespace) -> tuple[int, Ledger]:
     argv = arguments.command or ["bash", "-i"]
     rows, cols = _size()
     term = os.environ.get("TERM", "xterm")
-    async with engine_of(arguments) as engine, engine.lease(spec_of(arguments, engine), env={"TERM": term}, ttl_s=arguments.ttl) as box:
-        process = await box.start(argv, pty=True, rows=rows, cols=cols)
-        with _raw_terminal():
-            code = await _joined(process, as_it_is=arguments.raw)
+    async with engine_of(arguments) as engine:
+        spec = spec_of(arguments, engine)
+        await put_in_place(engine, spec)
+        async with engine.lease(spec, env={"TERM": term}, ttl_s=arguments.ttl) as box:
+            process = await box.start(argv, pty=True, rows=rows, cols=cols)
+            with _raw_terminal():
+                code = await _joined(process, as_it_is=arguments.raw)
     return code, box.ledger
 
 

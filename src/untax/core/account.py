@@ -111,7 +111,8 @@ def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
     ledger._folded.count, ledger._folded.busy_ns, ledger._folded.parts = folded
     for reason in reasons:
         ledger.fault(reason)
-    ledger._egress[:] = attempts[:KEPT_EGRESS]
-    ledger._egress_allowed, ledger._egress_refused = allowed, refused
+    if attempts or allowed or refused:  # otherwise it was the server that dialled, and knows
+        ledger._egress[:] = attempts[:KEPT_EGRESS]
+        ledger._egress_allowed, ledger._egress_refused = allowed, refused
     if released_ns is not None:
         ledger._held_to_ns = released_ns

@@ -7,7 +7,7 @@ same boundary by the same clock. What only some substrates can do is a small pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -195,6 +195,15 @@ class Layered(Protocol):
         """As `create`, over `root` whatever `spec.image` says. `cache` is a directory that is seen, writable, at /var/cache/untax."""
 
 
+class Export(Protocol):
+    """Writes a chain to a file, or to whoever reads a pipe, as an image with a name and labels. Blocking: call it in a thread."""
+
+    def __call__(
+        self, root: Root, target: Path, name: str, labels: Mapping[str, str], /, to: Literal["oci", "squashfs", "tar"] | None = None
+    ) -> object:
+        """`to`: another form than what the substrate `takes`; `tar` is the merged tree alone, written in one go."""
+
+
 @runtime_checkable
 class Importing(Protocol):
     """A substrate that cannot stand on directories of this machine: it takes each chain in once, as an image of its own."""
@@ -211,11 +220,8 @@ class Importing(Protocol):
     async def own_root(self, image: str) -> Root | None:
         """A root for an image that it has itself, by the name that a spec has for it; None for any other."""
 
-    async def take_in(self, key: str, root: Root, export: Callable[[Root, Path, str, Mapping[str, str]], object]) -> Root:
-        """A root that stands for the chain `root`, known by `key`: found again, or taken in as `export` writes it.
-
-        `export` writes a chain to a file as an image with a name and labels, and is called in a thread of its own.
-        """
+    async def take_in(self, key: str, root: Root, export: Export) -> Root:
+        """A root that stands for the chain `root`, known by `key`: found again, or taken in as `export` writes it, once for all who ask."""
 
     async def discard(self, root: Root) -> None:
         """Give up what was taken in, unless a sandbox stands on it. Safe to call twice."""

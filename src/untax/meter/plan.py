@@ -27,6 +27,7 @@ WORKS = (("T0", 0), ("T1", 0), ("T2", 0), ("T2", 10), ("T2", 50), ("T2", 150))
 """Tier and length of what is measured unless asked otherwise: as the paper, fresh episodes of each tier and trajectories of the heaviest."""
 
 _MOST = 1_000_000
+_COUNTED = {"substrates": "substrate", "tiers": "tier", "lengths": "length", "paths": "path", "warmth": "warmth"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,11 @@ class Plan:
     limits: Mapping[str, float] = field(default_factory=dict)
     """Over those of the workloads, on every substrate."""
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """For each substrate: `image`, and what else its engine takes."""
+    """For each substrate: `image`, and what else its engine takes. With `substrate` in it, the name is only a label for another's options."""
+    counts: tuple[Mapping[str, Any], ...] = ()
+    """Other numbers of trials for some cases: `trials`, and of `substrates`, `tiers`, `lengths`, `paths`, `warmth` those that it is for.
+
+    The first that fits counts, and 0 leaves the case out."""
 
     def __post_init__(self) -> None:
         if not self.substrates:
@@ -81,22 +86,49 @@ class Plan:
             raise UsageError(f"options for {', '.join(unknown)}, which the plan does not measure")
         if self.limits:
             checked_limits(self.limits)
+        for count in self.counts:
+            self._check_count(count)
+
+    def _check_count(self, count: Mapping[str, Any]) -> None:
+        if unknown := sorted(set(count) - {*_COUNTED, "trials"}):
+            raise UsageError(f"counts: {', '.join(unknown)} is not known; there are: trials, {', '.join(_COUNTED)}")
+        if "trials" not in count:
+            raise UsageError("counts: each has trials")
+        _whole("counts: trials", count["trials"], 0)
+        there = {"substrates": self.substrates, "paths": self.paths, "warmth": self.warmth}
+        for name in set(count) - {"trials"}:
+            for one in _list(count[name], f"counts: {name}"):
+                if name in there and one not in there[name]:
+                    raise UsageError(f"counts: {name} names {one!r}, which the plan does not measure")
+
+    def trials_for(self, case: Case) -> int:
+        """Of one case, as far as its rounds are whole."""
+        for count in self.counts:
+            if all(name not in count or getattr(case, attribute) in count[name] for name, attribute in _COUNTED.items()):
+                return int(count["trials"])
+        return self.trials
+
+    def slots(self, case: Case) -> int:
+        """In how many rounds a case takes part."""
+        return slots(self.trials_for(case), case)
 
     def cases(self) -> list[Case]:
         """Every combination, none twice."""
         axes = product(self.substrates, self.paths, self.warmth, self.works, sorted(set(self.concurrency)), self.images, self.contention)
         found = [Case(s, path, warmth, tier, length, level, image, load) for s, path, warmth, (tier, length), level, image, load in axes]
         # A warm sandbox has its image: there is nothing to compare.
-        return list(dict.fromkeys(case for case in found if not (case.warmth == "warm" and case.image == "absent")))
+        return list(
+            dict.fromkeys(case for case in found if self.trials_for(case) and not (case.warmth == "warm" and case.image == "absent"))
+        )
 
     def order(self, cases: Sequence[Case]) -> Iterator[tuple[int, Case]]:
         """All slots as (round, case); rounds below 0 are warm-up. A slot of a case of n at once is n trials, so it has as many fewer slots."""
         rng = random.Random(self.seed)
-        for number in range(-self.warmup, self.trials):
+        for number in range(-self.warmup, max((self.slots(case) for case in cases), default=0)):
             shuffled = list(cases)
             rng.shuffle(shuffled)
             for case in shuffled:
-                if number < slots(self.trials, case):
+                if number < self.slots(case):
                     yield number, case
 
     def to_json(self) -> dict[str, Any]:
@@ -132,6 +164,10 @@ def from_mapping(given: Mapping[str, Any], *, where: str) -> Plan:
         for name in ("substrates", "warmth", "paths", "concurrency", "images", "contention"):
             if name in values:
                 values[name] = tuple(_list(values[name], name))
+        if "counts" in values:
+            values["counts"] = tuple(_list(values["counts"], "counts"))
+            if not all(isinstance(one, Mapping) for one in values["counts"]):
+                raise UsageError("counts must be tables, as [[counts]]")
         if "options" in values and not all(isinstance(one, Mapping) for one in dict(values["options"]).values()):
             raise UsageError("options must be a table for each substrate, as [options.NAME]")
         return Plan(**{"substrates": (), **values})

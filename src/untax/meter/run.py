@@ -19,7 +19,7 @@ from untax.engine import Engine
 from untax.meter import conditions, host
 from untax.meter.begun import Done, instant, note
 from untax.meter.journal import Journal
-from untax.meter.plan import LEAST_TRIALS, Plan, checked_limits, slots
+from untax.meter.plan import LEAST_TRIALS, Plan, checked_limits
 from untax.meter.ration import Ration
 from untax.meter.record import Batch, Case, End, Gap, Trial, Warmth
 from untax.meter.site import POOL, Attempted, Site, Slot, facts_of
@@ -288,7 +288,7 @@ class Bench:
             if work is None:
                 return
             self._works[case] = work
-            for number in range(-1, min(_KNEE_BATCHES, slots(self._plan.trials, case))):
+            for number in range(-1, min(_KNEE_BATCHES, self._plan.slots(case))):
                 # Beyond the knee so many at once take as many times as long, and nobody knows yet whether this is beyond it.
                 if not self._ration.has_slot(case, _KNEE_FACTOR * self._ration.costs_s.get(below, 0.0), self._spent_s()):
                     self._drop(case, f"the time box of {self._plan.budget_s:g} s was over before the knee was found")
@@ -312,14 +312,14 @@ class Bench:
         """`name` is the plan's: a substrate may call itself by another once it has started."""
         self._forget(name)
         mine = [case for case in self._works if case.substrate == name]
-        missing = sum(max(0, slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)) for case in mine)
+        missing = sum(max(0, self._plan.slots(case) * case.concurrency - self._counts.get(case, 0)) for case in mine)
         for case in mine:
             del self._works[case]
         self._gap(name, reason, trials_missing=missing)
 
     def _drop(self, case: Case, reason: str) -> None:
         self._works.pop(case, None)
-        missing = slots(self._plan.trials, case) * case.concurrency - self._counts.get(case, 0)
+        missing = self._plan.slots(case) * case.concurrency - self._counts.get(case, 0)
         self._gap(case.substrate, reason, case=case, trials_missing=max(0, missing))
 
     def _gap(self, substrate: str, reason: str, *, case: Case | None = None, trials_missing: int = 0) -> None:
@@ -335,7 +335,7 @@ class Bench:
         return (now_ns() - self._begin_ns) / 1e9
 
     def _slots_total(self, cases: list[Case]) -> int:
-        return max(self._slots_done, sum(slots(self._plan.trials, case) + self._plan.warmup for case in self._live(cases)))
+        return max(self._slots_done, sum(self._plan.slots(case) + self._plan.warmup for case in self._live(cases)))
 
     def _left_s(self, cases: list[Case]) -> float | None:
         """From what slots have cost so far; None while some case has not been tried."""
@@ -344,7 +344,7 @@ class Bench:
             return None
         left = 0.0
         for case in live:
-            to_do = slots(self._plan.trials, case) - self._counts.get(case, 0) // case.concurrency
+            to_do = self._plan.slots(case) - self._counts.get(case, 0) // case.concurrency
             left += max(0, to_do) * self._ration.costs_s[case]
         if self._plan.budget_s:
             left = min(left, max(0.0, self._plan.budget_s - self._spent_s()))

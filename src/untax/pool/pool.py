@@ -21,7 +21,8 @@ from untax.pool.costs import Costs
 from untax.pool.demand import Demands
 from untax.pool.grants import Counts, E, Grant, Hands, blame, copy_of
 from untax.pool.options import PoolOptions
-from untax.pool.state import Policy, Pool, Standing
+from untax.pool.policy import Policy, Standing
+from untax.pool.state import Pool
 
 log = logging.getLogger("untax.pool")
 
@@ -95,6 +96,10 @@ class PoolDriver(Generic[R, E]):
 
     async def acquire(self, stages: tuple[Stage, ...], request: R, *, memory_mib: float = 0.0, wait_s: float | None = None) -> Grant[E]:
         """The sandbox that is closest. `PoolTimeout`, `PoolClosed`, or whatever its creation failed with."""
+        return await self.granted(self.ask(stages, request, memory_mib=memory_mib, wait_s=wait_s))
+
+    def ask(self, stages: tuple[Stage, ...], request: R, *, memory_mib: float = 0.0, wait_s: float | None = None) -> str:
+        """The first half of `acquire`: gives the ticket, which is to be taken to `granted`."""
         self._tickets += 1
         ticket = str(self._tickets)
         now_s = self._clock()
@@ -102,7 +107,22 @@ class PoolDriver(Generic[R, E]):
         if self._demands is not None:
             self._came(stages, request, memory_mib, now_s)
         self._tell(ev.Asked(now_s, ticket, stages, math.inf if wait_s is None else now_s + wait_s, memory_mib))
-        return await self._granted(ticket)
+        return ticket
+
+    async def granted(self, ticket: str) -> Grant[E]:
+        """The other half of `acquire`."""
+        outcome = self._outcomes.pop(ticket, None)
+        if outcome is None:
+            outcome = await self._handed_out(ticket)
+        if isinstance(outcome, Exception):
+            del self._asked[ticket]
+            raise outcome
+        return outcome
+
+    def at_once(self, stages: tuple[Stage, ...], memory_mib: float) -> E | None:
+        """What `ask` would be granted this moment without waiting; None when it would have to wait."""
+        entry = self._state.at_once(stages, memory_mib)
+        return self._entries[entry.id] if entry is not None else None
 
     def bound(self, grant: Grant[E], seconds: float) -> None:
         """Its holder has it; binding took so long."""
@@ -130,7 +150,7 @@ class PoolDriver(Generic[R, E]):
         """It was dead or would not do, and is to be destroyed: another one, before those who came later."""
         self.counts.rejected += 1
         self._refusing(why, ev.Rejected(self._clock(), grant.ticket, str(why), *blame(why, grant.order.missing)))
-        return await self._granted(grant.ticket)
+        return await self.granted(grant.ticket)
 
     def give_back(self, name: str, *, clean: bool, ticket: str | None = None, is_gone: bool = False) -> None:
         """A lease has ended, or a hand-out (`ticket`) was broken off. `is_gone`: its sandbox has been destroyed already."""
@@ -161,15 +181,6 @@ class PoolDriver(Generic[R, E]):
         """A lease has lasted so long."""
         if self._demands is not None:
             self._demands.held(stages[-1].key, seconds)
-
-    async def _granted(self, ticket: str) -> Grant[E]:
-        outcome = self._outcomes.pop(ticket, None)
-        if outcome is None:
-            outcome = await self._handed_out(ticket)
-        if isinstance(outcome, Exception):
-            del self._asked[ticket]
-            raise outcome
-        return outcome
 
     async def _handed_out(self, ticket: str) -> Grant[E] | Exception:
         future = self._waiting[ticket] = self._loop.create_future()

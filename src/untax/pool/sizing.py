@@ -7,6 +7,9 @@ used up, or until everybody's target hit rate is reached and one more would save
 serves whatever those above it do not catch, of all specs together, as far as to begin there is quicker than to create.
 
 Arrivals in bunches have a variance above their mean (`burst` times); they are taken to be negative binomial, or Poisson for 1.
+
+How much is asked for in all is known well, what for is not: demand moves from spec to spec, and whoever it moves to meets a pool that was sized
+for its past. So one time in fifty a spec whose layers are here is taken to be what everybody wants.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from untax.pool.costs import Costs
 # Seconds saved in each second, below which one more idle sandbox is not worth its upkeep: on the way to the target hit rate, and
 # beyond it (there, it must save what one rollout in a hundred would otherwise wait all the time).
 _LEAST_VALUE, _LEAST_BEYOND = 1e-6, 1e-2
+SURPRISE = 0.02  # how often all that comes is for this spec, whatever it was used to
 _BUSIEST = 0.9  # share of what can be started that is planned with; a queue behind more would be endless
 _LEAST_REFILL_S = 1e-3
 _MOST_OF_ONE = 100_000  # entries at one stage: a guard against rates that no machine sees
@@ -128,14 +132,18 @@ class Arrivals:
 
 
 class Rate:
-    """How often something arrives and in how large bunches, from when it did. Recent arrivals count more."""
+    """How often something arrives and in how large bunches, from when it did. Recent arrivals count more.
+
+    The variance is that between one bin and the next (half the mean square of their difference): a rate that rises or falls for good is no bunch.
+    """
 
     def __init__(self, *, bin_s: float = 1.0, memory_s: float = 60.0) -> None:
         self._bin_s = bin_s
         self._weight = min(1.0, bin_s / memory_s)
         self._bins = 0
-        self._mean = 0.0  # arrivals in a bin, and their square
-        self._square = 0.0
+        self._mean = 0.0  # arrivals in a bin
+        self._variance = 0.0
+        self._last = 0  # those in the bin before
         self._bin = 0
         self._count = 0
         self._has_begun = False
@@ -149,16 +157,17 @@ class Rate:
 
     def burst(self, now_s: float) -> float:
         """The variance of how many arrive in a bin over its mean; 1 at least."""
-        mean, square = self._moments(now_s)
-        return max(1.0, (square - mean * mean) / mean) if mean > 0 else 1.0
+        mean, variance = self._moments(now_s)
+        return max(1.0, variance / mean) if mean > 0 else 1.0
 
     def _moments(self, now_s: float) -> tuple[float, float]:
         """With the bin that is still open, where that makes them larger: a burst is answered while it lasts."""
         self._close_bins(now_s)
         if self._count <= self._mean:
-            return self._mean, self._square
+            return self._mean, self._variance
         weight = max(self._weight, 1.0 / (self._bins + 1))
-        return self._mean + weight * (self._count - self._mean), self._square + weight * (self._count**2 - self._square)
+        variance = _between(self._count, self._last)
+        return self._mean + weight * (self._count - self._mean), self._variance + weight * (variance - self._variance)
 
     def _close_bins(self, now_s: float) -> None:
         this = math.floor(now_s / self._bin_s)
@@ -168,19 +177,25 @@ class Rate:
             return
         self._learn(self._count)
         empty = this - self._bin - 1
-        while empty > 0 and self._bins * self._weight < 1.0:  # at first every bin counts the same
+        while empty > 0 and (self._last or self._bins * self._weight < 1.0):  # at first every bin counts the same
             self._learn(0)
             empty -= 1
         faded = (1.0 - self._weight) ** empty
         self._mean *= faded
-        self._square *= faded
+        self._variance *= faded
         self._bin, self._count = this, 0
 
     def _learn(self, count: int) -> None:
         self._bins += 1
         weight = max(self._weight, 1.0 / self._bins)
         self._mean += weight * (count - self._mean)
-        self._square += weight * (count**2 - self._square)
+        if self._bins > 1:
+            self._variance += max(self._weight, 1.0 / (self._bins - 1)) * (_between(count, self._last) - self._variance)
+        self._last = count
+
+
+def _between(count: int, last: int) -> float:
+    return (count - last) ** 2 / 2.0
 
 
 # ---- what one more is worth ----
@@ -203,6 +218,8 @@ class _Rung:
         self.step_s = 0.0  # to add this stage to a sandbox that has the one below
         self.cold_s = 0.0  # to create one here when nothing is idle
         self.refill_s = 0.0
+        self.is_present = False  # its layer: nothing is built on the mere chance that somebody comes
+        self.everybody = Arrivals(0.0)  # those of all specs, while one is replaced here
         self.count = 0
         self.version = 0
         self._flow: tuple[Arrivals, float] | None = None
@@ -214,7 +231,10 @@ class _Rung:
     def value(self) -> float:
         """Seconds that one more would save in each second."""
         arrivals, saved_s = self._flows()
-        return arrivals.more_than(self.count) * max(0.0, min(saved_s, self.without_s()) - self._bind_s) / self.refill_s
+        chance = arrivals.more_than(self.count)
+        if self.own and self.is_present:
+            chance += SURPRISE * (self.everybody.more_than(self.count) - chance)
+        return chance * max(0.0, min(saved_s, self.without_s()) - self._bind_s) / self.refill_s
 
     def without_s(self) -> float:
         """What a lease of this stage takes when nothing is idle here: from a lower rung if something is idle there, or created."""
@@ -276,6 +296,7 @@ def _rungs(demand: Sequence[Demand], budget: Budget, costs: Costs, present: Coll
                 rungs[stage.key] = _Rung(len(rungs), stage, rung, costs.of("bind"))
             rung = rungs[stage.key]
             rung.step_s, rung.cold_s, rung.refill_s = step_s, cold_s, max(_LEAST_REFILL_S, cold_s)
+            rung.is_present = stage.key in present
             rung.memory_mib = max(rung.memory_mib, one.memory_mib)
             rung.hit_rate = max(rung.hit_rate, one.hit_rate)
         if rung is not None:
@@ -286,6 +307,9 @@ def _rungs(demand: Sequence[Demand], budget: Budget, costs: Costs, present: Coll
         starting += sum(one.rate_per_s for one in rung.own) * rung.refill_s
     # What is started waits for what is being started: the busier, the longer until one is replaced.
     busy = min(_BUSIEST, starting / max(1, budget.starting))
+    rate_per_s = sum(one.rate_per_s for one in demand)
+    burst = sum(one.rate_per_s * one.burst for one in demand) / rate_per_s if rate_per_s else 1.0
     for rung in rungs.values():
         rung.refill_s /= 1.0 - busy
+        rung.everybody = Arrivals(rate_per_s * rung.refill_s, burst)
     return list(rungs.values())

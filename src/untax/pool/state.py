@@ -14,103 +14,24 @@ Who a sandbox is for is decided when it is there, not when it is ordered. Refill
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Literal
 
 from untax.core.stage import Stage
 from untax.pool import events as ev
 from untax.pool.admission import Admission
 from untax.pool.costs import Costs
+from untax.pool.line import MOST_BACKOFF_S, Line, Spec, Ticket
 from untax.pool.placement import Choice, choose
+from untax.pool.policy import Policy, Standing
 from untax.pool.starts import Start, Starts
 from untax.pool.stock import Entry, Stock
 
 # A ticket takes the room of what another waits for only when it has waited longer than that one, in proportion to what their
 # specs have, by ten times what its own start takes, and by no more than a second: replacing sandboxes is then a tenth of the work.
 _PATIENCE, _MOST_PATIENCE_S = 10.0, 1.0
-# After a start that failed: doubled each time, until one succeeds. Somebody waits for a ticket's, nobody for a refill's.
-_FIRST_BACKOFF_S, _MOST_BACKOFF_S, _MOST_REFILL_BACKOFF_S = 0.05, 1.0, 60.0
 _AT_ONCE = "idle with everything in place"
-_FEWEST_SPECS = 64  # that are known before those that nothing is left of are forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    entries: int = 256
-    """Sandboxes that there may be at once, whatever their state."""
-    memory_mib: float = math.inf
-    """What they may count together."""
-    reuse: Literal["reset", "single"] = "reset"
-    """Whether a sandbox whose reset was verified may serve again."""
-    shares_stages: bool = True
-    """Whether a stage that was put in place once is a layer that others begin with: it is then built for all that wait for it."""
-    upgrades_in_place: bool = True
-    """Whether missing stages can be added to a sandbox that lives. Where they cannot, an idle one at a lower stage saves nothing
-    but its room: it is taken only when there is no other, and replaced."""
-    first_starting: int = 4
-    fewest_starting: int = 2
-    most_starting: int = 64
-    """Bounds of what may be starting at once; at least two, so that a long build does not hold up everything else."""
-    linger_s: float = 60.0
-    """How long an idle sandbox above its target is kept."""
-    calm_s: float = 0.0
-    """How long after a hand-out no refill is begun while half of a target is still idle: it would be in the way of the first action."""
-    tries: int = 3
-    """How often a ticket's start may fail before the ticket is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """How one stage is doing, for people."""
-
-    stage: Stage
-    idle: int
-    leased: int
-    making: int
-    waiting: int
-    target: int
-
-
-@dataclass(slots=True)
-class _Ticket:
-    id: str
-    seq: int
-    asked_s: float
-    deadline_s: float
-    stages: tuple[Stage, ...]
-    memory_mib: float
-    tries: int = 0
-    state: Literal["waiting", "binding", "done"] = "waiting"
-    entry: str | None = None
-    waited_for: str = ""
-
-
-@dataclass(slots=True)
-class _Spec:
-    """All that is known of one uppermost stage."""
-
-    stage: Stage
-    queue: list[tuple[int, _Ticket]] = field(default_factory=list)
-    waiting: int = 0
-    making: int = 0
-    leased: int = 0
-    target: ev.Target | None = None
-    failures: int = 0
-    not_before_s: float = -math.inf
-    no_refill_before_s: float = -math.inf
-
-    @property
-    def share(self) -> int:
-        """What it has, counted so that nothing is one."""
-        return 1 + self.leased + self.making
-
-    def head(self) -> _Ticket | None:
-        while self.queue and self.queue[0][1].state != "waiting":
-            heapq.heappop(self.queue)
-        return self.queue[0][1] if self.queue else None
 
 
 class Pool:
@@ -126,12 +47,9 @@ class Pool:
         self.admission = Admission(first=self.policy.first_starting, floor=self.policy.fewest_starting, ceiling=self.policy.most_starting)
         self._stock = Stock(entries=self.policy.entries, memory_mib=self.policy.memory_mib)
         self._starts = Starts(self.admission, self.costs, shares_stages=self.policy.shares_stages)
-        self._specs: dict[str, _Spec] = {}
-        self._tickets: dict[str, _Ticket] = {}
-        self._deadlines: list[tuple[float, int, _Ticket]] = []
-        self._queued: dict[str, _Spec] = {}  # those with somebody waiting
-        self._targets: dict[str, _Spec] = {}  # those with a target
-        self._failing: dict[str, _Spec] = {}  # those whose last start failed
+        self._line = Line()
+        self._specs, self._tickets, self._queued = self._line.specs, self._line.tickets, self._line.queued
+        self._targets: dict[str, Spec] = {}  # those with a target
         self._cut_off: dict[str, str] = {}  # tickets that were refused during an upgrade, and the sandbox that is still theirs
         self._trim_due_s = math.inf
         self._calm_at_s = -math.inf
@@ -140,7 +58,6 @@ class Pool:
         self._seq = 0
         self._orders: list[ev.Order] = []
         self._is_closed = False
-        self._forget_at = _FEWEST_SPECS
         # What the tickets before the one that is being looked at need and could not get yet: not to be taken by those after it.
         self._claimed = 0
         self._claimed_mib = 0.0
@@ -170,35 +87,25 @@ class Pool:
         self._orders = []
         if event.now_s > self._now_s:
             self._now_s = event.now_s
-        if not self._queued and type(event) is ev.Asked and self._hand_out_at_once(event):
+        if type(event) is ev.Asked and self._hand_out_at_once(event):
             return self._orders  # whatever else is due comes with `Bound`, when the holder waits no longer
         self._handlers[type(event)](event)
         self._claimed, self._claimed_mib = 0, 0.0
         if self._queued:
-            self._serve()
+            self._line.serve(self._now_s, self._serve_one)
         self._expire()
         if not self._is_closed:
             if self._trim_due_s <= self._now_s:
                 self._trim()
             if self._targets:
                 self._refill()
-        if len(self._specs) >= self._forget_at:
-            self._forget()
+        self._line.forget(self._now_s, self._stock.idle_at)
         return self._orders
 
     def next_due_s(self) -> float:
         """When a `Tick` is due at the latest, if nothing happens before; `math.inf` for never."""
         due = min(self._trim_due_s, self._calm_at_s) if self._is_calming else self._trim_due_s
-        while self._deadlines and self._deadlines[0][2].state == "done":
-            heapq.heappop(self._deadlines)
-        if self._deadlines:
-            due = min(due, self._deadlines[0][0])
-        for spec in self._failing.values():
-            if spec.waiting and spec.not_before_s > self._now_s:
-                due = min(due, spec.not_before_s)
-            if spec.target is not None and spec.no_refill_before_s > self._now_s:
-                due = min(due, spec.no_refill_before_s)
-        return due
+        return min(due, self._line.next_due_s(self._now_s))
 
     @property
     def starting(self) -> int:
@@ -221,6 +128,13 @@ class Pool:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)
 
+    def at_once(self, stages: tuple[Stage, ...], memory_mib: float) -> Entry | None:
+        """What whoever asks for this now is handed without waiting: nobody waits, and it is idle with everything in place."""
+        if self._queued or self._is_closed or not stages:
+            return None
+        entry = self._stock.newest_idle(stages[-1].key)
+        return entry if entry is not None and memory_mib <= entry.memory_mib else None
+
     def is_idle(self, name: str) -> bool:
         entry = self._stock.get(name)
         return entry is not None and entry.state == "idle"
@@ -229,7 +143,7 @@ class Pool:
         """Whether somebody waits for what is being made by this order, or a target asks for it."""
         create = self._starts[order].create
         assert create is not None
-        spec = self._spec(create.stages[-1])
+        spec = self._line.spec(create.stages[-1])
         target = spec.target.count if spec.target else 0
         return spec.making <= spec.waiting + max(0, target - self._stock.idle_at(spec.stage.key))
 
@@ -251,12 +165,12 @@ class Pool:
     def _hand_out_at_once(self, event: ev.Asked) -> bool:
         """The usual case of a warm pool, in as few steps as it takes: nobody waits, and one with everything in place is idle."""
         stages = event.stages
-        entry = self._stock.newest_idle(stages[-1].key) if stages else None
-        if entry is None or event.memory_mib > entry.memory_mib or event.ticket in self._tickets or self._is_closed:
+        entry = self.at_once(stages, event.memory_mib)
+        if entry is None or event.ticket in self._tickets:
             return False
         spec = self._specs[entry.stage.key]
         self._seq += 1
-        ticket = _Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, stages, event.memory_mib, 0, "binding", entry.id)
+        ticket = Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, stages, event.memory_mib, 0, "binding", entry.id)
         self._tickets[ticket.id] = ticket
         spec.leased += 1
         self._orders.append(ev.HandOut(ticket.id, entry.id, (), "exact", 0.0, "", _AT_ONCE, entry.stage))
@@ -270,29 +184,28 @@ class Pool:
         if not event.stages:
             raise ValueError("a ticket names at least one stage")
         self._seq += 1
-        ticket = _Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, event.stages, event.memory_mib)
+        ticket = Ticket(event.ticket, self._seq, self._now_s, event.deadline_s, event.stages, event.memory_mib)
         self._tickets[ticket.id] = ticket
         if self._is_closed:
             self._refuse(ticket, "the pool is closed", "closed")
         elif event.memory_mib > self.policy.memory_mib:
             self._refuse(ticket, f"needs {event.memory_mib:g} MiB, and the pool holds {self.policy.memory_mib:g} in all", "too_large")
         else:
-            self._wait(ticket)
+            self._line.wait(ticket)
 
     def _withdrawn(self, event: ev.Withdrawn) -> None:
         ticket = self._tickets.get(event.ticket)
         if ticket is not None and ticket.state == "waiting":
-            self._leave_queue(ticket)
-            self._finish(ticket)
+            self._line.leave(ticket)
+            self._line.finish(ticket)
 
     def _made(self, event: ev.Made) -> None:
         if self._stock.get(event.entry) is not None:
             raise ValueError(f"{event.entry!r} is there already")
         start, create = self._end_create(event.order)
         self._starts.measured(start, self._now_s)
-        spec = self._spec(create.stages[-1])
-        spec.failures, spec.not_before_s, spec.no_refill_before_s = 0, -math.inf, -math.inf
-        self._failing.pop(spec.stage.key, None)
+        spec = self._line.spec(create.stages[-1])
+        self._line.succeeded(spec)
         if self.policy.shares_stages:
             for stage in create.stages:
                 self._stock.stored(stage.key)
@@ -306,7 +219,7 @@ class Pool:
 
     def _failed(self, event: ev.Failed) -> None:
         _, create = self._end_create(event.order)
-        self._back_off(self._spec(create.stages[-1]))
+        self._line.failed(self._line.spec(create.stages[-1]), self._now_s)
         if not event.is_retryable:
             self._refuse_all_that_need(event.stage or create.stages[-1].key, event.why)
         elif create.ticket is not None and (ticket := self._tickets.get(create.ticket)) is not None and ticket.state == "waiting":
@@ -323,7 +236,7 @@ class Pool:
             raise ValueError(f"ticket {event.ticket!r} has not been handed anything")
         assert ticket.entry is not None
         self._end_upgrade(ticket, is_done=True)
-        self._finish(ticket)
+        self._line.finish(ticket)
 
     def _rejected(self, event: ev.Rejected) -> None:
         ticket = self._tickets.get(event.ticket)
@@ -346,7 +259,7 @@ class Pool:
         if self._is_closed:
             self._refuse(ticket, "the pool is closed", "closed")
             return
-        self._wait(ticket)
+        self._line.wait(ticket)
         if not event.is_retryable:
             self._refuse_all_that_need(event.stage or ticket.stages[-1].key, event.why)
         elif not was_parked:
@@ -395,7 +308,7 @@ class Pool:
         self._targets = {}
         for target in event.targets:
             if target.count > 0:
-                spec = self._spec(target.stages[-1])
+                spec = self._line.spec(target.stages[-1])
                 spec.target = target
                 self._targets[spec.stage.key] = spec
         self._trim_due_s = self._now_s
@@ -404,36 +317,21 @@ class Pool:
         """Those above their target go first, then those that have been idle for longest. Images are in use by too many to go."""
         keeping = [entry for entry in self._stock.all_idle() if entry.stage.name in ("repo", "deps")]
         if keeping:
-            least = min(keeping, key=lambda entry: (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s))
-            self._spec(least.stage).no_refill_before_s = self._now_s + _MOST_BACKOFF_S  # not at once again
-            self._failing[least.stage.key] = self._spec(least.stage)
+            least = min(keeping, key=lambda entry: (self._surplus(self._line.spec(entry.stage)) <= 0, entry.since_s))
+            self._line.hold_refill(self._line.spec(least.stage), self._now_s + MOST_BACKOFF_S)  # not at once again
             self._destroy(least, "the store has no room for another stage while it stands on its own")
 
     def _closed(self, _: ev.Closed) -> None:
         self._is_closed = True
         for ticket in [ticket for ticket in self._tickets.values() if ticket.state == "waiting"]:
-            self._leave_queue(ticket)
+            self._line.leave(ticket)
             self._refuse(ticket, "the pool is closed", "closed")
         for entry in self._stock.all_idle():
             self._destroy(entry, "the pool is closed")
 
     # ---- tickets ----
 
-    def _serve(self) -> None:
-        """Serve the tickets, those first that have waited longest for their spec's share; the rest keeps waiting."""
-        turns = [self._turn(spec, head) for spec in self._queued.values() if (head := spec.head()) is not None]
-        heapq.heapify(turns)
-        while turns:
-            _, _, key = heapq.heappop(turns)
-            spec = self._specs[key]
-            head = spec.head()
-            if head is not None and self._serve_one(spec, head) and (head := spec.head()) is not None:
-                heapq.heappush(turns, self._turn(spec, head))
-
-    def _turn(self, spec: _Spec, head: _Ticket) -> tuple[float, int, str]:
-        return (-(self._now_s - head.asked_s) / spec.share, head.seq, spec.stage.key)
-
-    def _serve_one(self, spec: _Spec, ticket: _Ticket) -> bool:
+    def _serve_one(self, spec: Spec, ticket: Ticket) -> bool:
         """Whether something was done, so that the spec may have another turn; if not, what the ticket waits for is noted."""
         if self._stock.idle_at(spec.stage.key):
             return self._hand_out(ticket, choose(ticket.stages[-1:], self._stock.fleet, self.costs, can_create=False))
@@ -469,15 +367,15 @@ class Pool:
         self._create(ticket.stages, ticket, choice, ticket.memory_mib)
         return spec.making < spec.waiting  # the others of the spec, as far as there is room
 
-    def _hand_out(self, ticket: _Ticket, choice: Choice | None) -> bool:
+    def _hand_out(self, ticket: Ticket, choice: Choice | None) -> bool:
         assert choice is not None and choice.entry is not None and choice.start is not None
         entry = self._stock[choice.entry]
         more_mib = max(0.0, ticket.memory_mib - entry.memory_mib)
         if more_mib and not self._has_room(0, more_mib):
             self._make_room(ticket, choice, entries=0, memory_mib=more_mib, but=entry.id)
             return False
-        self._leave_queue(ticket)
-        self._spec(ticket.stages[-1]).leased += 1
+        self._line.leave(ticket)
+        self._line.spec(ticket.stages[-1]).leased += 1
         is_cold = not choice.missing and entry.for_ticket and entry.order is not None and entry.ordered_s >= ticket.asked_s
         kind: ev.Kind = "cold" if is_cold else choice.kind if choice.missing else "exact"
         waited_s = self._now_s - ticket.asked_s
@@ -492,20 +390,19 @@ class Pool:
             self._starts.begin(ticket.id, self._now_s, choice.missing, None)
         return True
 
-    def _create(self, stages: tuple[Stage, ...], ticket: _Ticket | None, choice: Choice, memory_mib: float) -> None:
+    def _create(self, stages: tuple[Stage, ...], ticket: Ticket | None, choice: Choice, memory_mib: float) -> None:
         self._seq += 1
         create = ev.Create(self._seq, stages, ticket.id if ticket else None, choice.start, choice.missing, choice.why, memory_mib)
-        self._spec(stages[-1]).making += 1
+        self._line.spec(stages[-1]).making += 1
         self._stock.order(memory_mib)
         self._starts.begin(create.order, self._now_s, choice.missing, create)
         self._orders.append(create)
 
     def _expire(self) -> None:
-        while self._deadlines and self._deadlines[0][0] <= self._now_s:
-            _, _, ticket = heapq.heappop(self._deadlines)
+        for ticket in self._line.overdue(self._now_s):
             waited_s = self._now_s - ticket.asked_s
             if ticket.state == "waiting":
-                self._leave_queue(ticket)
+                self._line.leave(ticket)
                 self._refuse(ticket, f"nothing became free in {waited_s:.3g} s; {self._doing(ticket)}", "deadline")
             elif ticket.state == "binding" and ticket.id in self._starts:
                 missing = ", ".join(stage.name for stage in self._starts[ticket.id].missing)
@@ -514,51 +411,27 @@ class Pool:
                 self._cut_off[ticket.id] = ticket.entry
                 self._refuse(ticket, f"adding the missing stages ({missing}) was not done within {waited_s:.3g} s", "deadline")
 
-    def _doing(self, ticket: _Ticket) -> str:
-        spec = self._spec(ticket.stages[-1])
+    def _doing(self, ticket: Ticket) -> str:
+        spec = self._line.spec(ticket.stages[-1])
         return (
             f"{self.size} sandboxes of at most {self.policy.entries}, {len(self._starts)} starting of at most "
             f"{self.admission.cap}, {spec.making} of them for this spec, {spec.waiting} still waiting for it"
         )
 
-    def _charge(self, ticket: _Ticket, why: str) -> None:
+    def _charge(self, ticket: Ticket, why: str) -> None:
         ticket.tries += 1
         if ticket.tries >= self.policy.tries:
-            self._leave_queue(ticket)
+            self._line.leave(ticket)
             self._refuse(ticket, f"{why} (tried {ticket.tries} times)", "failed")
 
     def _refuse_all_that_need(self, key: str, why: str) -> None:
         for ticket in [t for t in self._tickets.values() if t.state == "waiting" and any(stage.key == key for stage in t.stages)]:
-            self._leave_queue(ticket)
+            self._line.leave(ticket)
             self._refuse(ticket, why, "failed")
 
-    def _refuse(self, ticket: _Ticket, why: str, reason: Literal["deadline", "failed", "too_large", "closed"]) -> None:
+    def _refuse(self, ticket: Ticket, why: str, reason: Literal["deadline", "failed", "too_large", "closed"]) -> None:
         self._orders.append(ev.Refuse(ticket.id, why, reason))
-        self._finish(ticket)
-
-    def _wait(self, ticket: _Ticket) -> None:
-        ticket.state = "waiting"
-        spec = self._spec(ticket.stages[-1])
-        heapq.heappush(spec.queue, (ticket.seq, ticket))
-        spec.waiting += 1
-        self._queued[spec.stage.key] = spec
-        if ticket.deadline_s < math.inf:  # perhaps once more: it may have been passed over while it was binding
-            heapq.heappush(self._deadlines, (ticket.deadline_s, ticket.seq, ticket))
-        if len(self._deadlines) > 64 + 4 * len(self._tickets):
-            self._deadlines = [item for item in self._deadlines if item[2].state != "done"]
-            heapq.heapify(self._deadlines)
-
-    def _leave_queue(self, ticket: _Ticket) -> None:
-        ticket.state = "done"
-        spec = self._spec(ticket.stages[-1])
-        spec.waiting -= 1
-        if not spec.waiting:
-            del self._queued[spec.stage.key]
-            spec.queue.clear()
-
-    def _finish(self, ticket: _Ticket) -> None:
-        ticket.state = "done"
-        del self._tickets[ticket.id]
+        self._line.finish(ticket)
 
     # ---- room ----
 
@@ -566,13 +439,13 @@ class Pool:
         """Beside what is claimed by those who come before."""
         return self._stock.has_room(self._claimed + entries, self._claimed_mib + memory_mib)
 
-    def _claim(self, ticket: _Ticket, entries: int, memory_mib: float) -> None:
+    def _claim(self, ticket: Ticket, entries: int, memory_mib: float) -> None:
         ticket.waited_for = "room"
         self._claimed += entries
         self._claimed_mib += memory_mib
 
     def _make_room(
-        self, ticket: _Ticket, choice: Choice, *, entries: int = 1, memory_mib: float | None = None, but: str | None = None
+        self, ticket: Ticket, choice: Choice, *, entries: int = 1, memory_mib: float | None = None, but: str | None = None
     ) -> None:
         """Destroy what is idle and least missed, as far as what is being destroyed already is not enough, and keep the room."""
         self._claim(ticket, entries, ticket.memory_mib if memory_mib is None else memory_mib)
@@ -583,15 +456,15 @@ class Pool:
                 return
             self._destroy(victim, f"its room is needed for a sandbox with the {ticket.stages[-1].name} stage of another spec")
 
-    def _victims(self, ticket: _Ticket, patience_s: float, but: str | None) -> Iterator[Entry]:
+    def _victims(self, ticket: Ticket, patience_s: float, but: str | None) -> Iterator[Entry]:
         """Idle sandboxes: those above their target first, then by how long they have been idle."""
 
         def rank(entry: Entry) -> tuple[bool, float]:
-            return (self._surplus(self._spec(entry.stage)) <= 0, entry.since_s)
+            return (self._surplus(self._line.spec(entry.stage)) <= 0, entry.since_s)
 
-        waited_s = (self._now_s - ticket.asked_s) / self._spec(ticket.stages[-1]).share
+        waited_s = (self._now_s - ticket.asked_s) / self._line.spec(ticket.stages[-1]).share
         for entry in sorted(self._stock.all_idle(), key=rank):
-            spec = self._spec(entry.stage)
+            spec = self._line.spec(entry.stage)
             head = spec.head()
             is_awaited = head is not None and head.memory_mib <= entry.memory_mib  # so that somebody takes it otherwise
             theirs_s = self._now_s - head.asked_s + patience_s if head is not None else 0.0
@@ -609,7 +482,7 @@ class Pool:
                     break
                 self._destroy(oldest, f"idle for {self._now_s - oldest.since_s:.3g} s, above the target")
 
-    def _surplus(self, spec: _Spec) -> int:
+    def _surplus(self, spec: Spec) -> int:
         return self._stock.idle_at(spec.stage.key) - (spec.target.count if spec.target else 0)
 
     def _refill(self) -> None:
@@ -633,11 +506,11 @@ class Pool:
             if there < spec.target.count and spec.no_refill_before_s <= self._now_s:
                 yield there / spec.target.count, spec.stage.key
 
-    def _in_store(self, spec: _Spec) -> int:
+    def _in_store(self, spec: Spec) -> int:
         """What is idle or will be, less what waits for it."""
         return self._stock.idle_at(spec.stage.key) + spec.making - spec.waiting
 
-    def _refill_one(self, spec: _Spec) -> bool:
+    def _refill_one(self, spec: Spec) -> bool:
         target = spec.target
         assert target is not None
         if not self._has_room(1, target.memory_mib):
@@ -651,11 +524,11 @@ class Pool:
         self._create(target.stages, None, choice, target.memory_mib)
         return True
 
-    def _displace(self, spec: _Spec, target: ev.Target) -> None:
+    def _displace(self, spec: Spec, target: ev.Target) -> None:
         """What lingers above its target gives way to what is below."""
         if self._stock.has_room(1, target.memory_mib, in_time=True):
             return
-        surplus = [entry for entry in self._stock.all_idle() if self._surplus(self._spec(entry.stage)) > 0]
+        surplus = [entry for entry in self._stock.all_idle() if self._surplus(self._line.spec(entry.stage)) > 0]
         if surplus:
             self._destroy(min(surplus, key=lambda entry: entry.since_s), f"above its target, and the {spec.stage.name} stage is below")
 
@@ -665,27 +538,20 @@ class Pool:
         start = self._starts.end(order)
         if start is None or start.create is None:
             raise ValueError(f"order {order} is not being carried out")
-        self._spec(start.create.stages[-1]).making -= 1
+        self._line.spec(start.create.stages[-1]).making -= 1
         self._stock.order_ended(start.create.memory_mib)
         return start, start.create
 
-    def _end_upgrade(self, ticket: _Ticket, *, is_done: bool) -> None:
+    def _end_upgrade(self, ticket: Ticket, *, is_done: bool) -> None:
         start = self._starts.end(ticket.id)
         if start is not None and is_done and self.policy.shares_stages:
             for stage in start.missing:
                 self._stock.stored(stage.key)
 
-    def _back_off(self, spec: _Spec) -> None:
-        backoff_s = _FIRST_BACKOFF_S * 2**spec.failures
-        spec.not_before_s = self._now_s + min(_MOST_BACKOFF_S, backoff_s)
-        spec.no_refill_before_s = self._now_s + min(_MOST_REFILL_BACKOFF_S, backoff_s)
-        self._failing[spec.stage.key] = spec
-        spec.failures = min(spec.failures + 1, 30)
-
     # ---- entries ----
 
     def _park(self, entry: Entry) -> None:
-        self._spec(entry.stage)
+        self._line.spec(entry.stage)
         self._stock.park(entry, self._now_s)
         self._trim_due_s = min(self._trim_due_s, self._now_s + self.policy.linger_s)
 
@@ -695,7 +561,7 @@ class Pool:
         ticket = self._tickets.get(entry.ticket)
         if ticket is not None and ticket.entry == entry.id:
             self._end_upgrade(ticket, is_done=False)
-            self._finish(ticket)
+            self._line.finish(ticket)
         self._cut_off.pop(entry.ticket, None)
         self._specs[entry.spec].leased -= 1
         entry.spec = entry.ticket = None
@@ -703,18 +569,3 @@ class Pool:
     def _destroy(self, entry: Entry, why: str) -> None:
         self._stock.leave(entry)
         self._orders.append(ev.Destroy(entry.id, why))
-
-    def _spec(self, stage: Stage) -> _Spec:
-        spec = self._specs.get(stage.key)
-        if spec is None:
-            spec = self._specs[stage.key] = _Spec(stage)
-        return spec
-
-    def _forget(self) -> None:
-        """Specs that nothing is left of."""
-        for key, spec in list(self._specs.items()):
-            is_in_use = spec.waiting or spec.making or spec.leased or spec.target or self._stock.idle_at(key)
-            if not is_in_use and spec.not_before_s <= self._now_s:
-                del self._specs[key]
-                self._failing.pop(key, None)
-        self._forget_at = max(_FEWEST_SPECS, 2 * len(self._specs))

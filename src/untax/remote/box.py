@@ -6,19 +6,20 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from builtins import list as list_
 from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
 from untax.channel.client import Channel
-from untax.channel.egress import Egress
+from untax.channel.egress import Egress, EgressAttempt
 from untax.channel.handover import Resumed
-from untax.channel.stream import SocketStream
 from untax.core import account
 from untax.core.errors import ProtocolError, SandboxLost, SubstrateError, UntaxError
 from untax.core.ledger import ActionRecord
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
+from untax.core.stream import ByteStream
 from untax.leases import Request
 from untax.remote.connection import Reply
 from untax.remote.snapshot import RemoteSnapshot
@@ -45,7 +46,8 @@ class RemoteBox(Box):
 
     def __init__(self, engine: RemoteEngine, request: Request, lease_id: str, asked_ns: int, reply: Reply) -> None:
         with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(reply.take_fd())
+            stream = reply.take_stream()
+            undo.callback(stream.close)
             image = reply.body.get("image")
             if not isinstance(image, ImageConfig):
                 raise ProtocolError("a lease without its image's facts")
@@ -57,12 +59,12 @@ class RemoteBox(Box):
             self._lease_id = lease_id
             self._image = image
             self._until_ns = int(data["held_ns"]) + shift_ns + int(request.ttl_s * 1e9)
-            self._channel = self._channel_over(SocketStream(sock), resumed)
+            self._channel = self._channel_over(stream, resumed)
             undo.pop_all()
         left_s = max(0.0, (self._until_ns - self._clock()) / 1e9)
         self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
 
-    def _channel_over(self, stream: SocketStream, resumed: Resumed) -> Channel:
+    def _channel_over(self, stream: ByteStream, resumed: Resumed) -> Channel:
         egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
         channel: Channel
         channel = Channel(stream, sandbox_id=self.id, egress=egress, on_lost=lambda lost: self._lost(channel, lost), resumed=resumed)
@@ -106,9 +108,13 @@ class RemoteBox(Box):
         else:
             before.close()
             self._ledger.sandboxes.append(str(reply.body.get("sandbox")))
-            with reply.take_fd() as sock:
+            stream = reply.take_stream()
+            try:
                 resumed = Resumed.from_data(reply.body.get("channel") or {})
-                self._channel = self._channel_over(SocketStream(sock.dup()), resumed)
+                self._channel = self._channel_over(stream, resumed)
+            except BaseException:
+                stream.close()
+                raise
         self._ledger.was_reset(str(how))
 
     async def snapshot(self, *, live: bool = False) -> RemoteSnapshot:
@@ -149,6 +155,12 @@ class RemoteBox(Box):
         if self._over is None:
             self._give_up(reason)
 
+    def egress_told(self, said: object) -> None:
+        """The server dialled for it, or refused to."""
+        if isinstance(said, tuple) and len(said) == 4:
+            host, port, verdict, reason = said
+            self._note_egress(EgressAttempt(time.time(), str(host), int(port), None, verdict, str(reason)))
+
     # ---- inside ----
 
     async def _ask(self, op: str, *, on_part: Any = None, **args: Any) -> Reply:
@@ -176,22 +188,13 @@ class RemoteBox(Box):
         if channel is not None:
             channel.close()
 
-    async def _end(self, reason: str) -> None:
-        ledger = self._ledger
-        watch = Stopwatch(self._clock)
-        ledger.released(watch.last_ns)
-        self._over = self._over or reason
-        if self._expiry is not None:
-            self._expiry.cancel()
+    async def _give_back(self, reason: str) -> None:  # noqa: ARG002  the account has it
         channel, self._channel = self._channel, None
         try:
             # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
-            await self._ask("release", account=account.holding(ledger))
+            await self._ask("release", account=account.holding(self._ledger))
         except UntaxError as exc:
             log.info("the lease of sandbox %s was not given up (%s); its server does so by itself", self.id, exc)
         finally:
             if channel is not None:
                 channel.close()
-        ledger.add("cleanup", *watch.part())
-        ledger.closed(watch.last_ns)
-        self._engine.forget(self)

@@ -11,27 +11,25 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from untax import __version__
+from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, PoolClosed, ProtocolError, UntaxError, UsageError
 from untax.core.span import now_ns
-from untax.remote.address import is_trusted
+from untax.core.stream import ByteStream
 from untax.remote.boot import boot_id
+from untax.remote.dial import GREETING_S, Dialler
 from untax.remote.messages import PROTOCOL, Body, error_of
-from untax.remote.stream import MessageStream, UnixStream
+from untax.remote.stream import MessageStream
 
 log = logging.getLogger("untax.remote")
 
-_GREETING_S = 10.0
 _SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
-_TIMEVAL = struct.Struct("@ll")
 
 Part = Callable[[Body], None]
 
@@ -76,16 +74,23 @@ class Server:
 @dataclass(frozen=True, slots=True)
 class Reply:
     body: Body
-    fd: int | None
+    fd: int | ByteStream | None
 
-    def take_fd(self) -> socket.socket:
+    def take_stream(self) -> ByteStream:
+        """The channel that came along."""
         if self.fd is None:
             raise BackendError("", "a channel came without its descriptor: raise this process's limit of open files (ulimit -n)")
-        return socket.socket(fileno=self.fd)
+        return SocketStream(socket.socket(fileno=self.fd)) if isinstance(self.fd, int) else self.fd
 
     def discard(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
+        close(self.fd)
+
+
+def close(fd: int | ByteStream | None) -> None:
+    if isinstance(fd, int):
+        os.close(fd)
+    elif fd is not None:
+        fd.close()
 
 
 class _Pending:
@@ -104,10 +109,10 @@ class Connection:
     """
 
     def __init__(
-        self, path: Path, *, on_event: Callable[[str], None], on_forgotten: Callable[[], None], is_needed: Callable[[], bool]
+        self, dialler: Dialler, *, on_event: Callable[[str, Body], None], on_forgotten: Callable[[], None], is_needed: Callable[[], bool]
     ) -> None:
         self.server: Server | None = None
-        self._path = path
+        self._place = dialler
         self._on_event = on_event
         self._on_forgotten = on_forgotten
         self._is_needed = is_needed
@@ -147,7 +152,7 @@ class Connection:
                 raise
             self._abandon(request_id, pending)
             if isinstance(exc, TimeoutError) and deadline.expired():
-                raise BackendError("", f"the server at {self._path} did not answer {op} within {timeout_s:g} s") from None
+                raise BackendError("", f"the server at {self._place} did not answer {op} within {timeout_s:g} s") from None
             raise
         self._pending.pop(request_id, None)
         return reply
@@ -203,14 +208,14 @@ class Connection:
             self._pending[request_id] = pending = _Pending("bye", {}, None, said)
             self._send(request_id, pending)
             with contextlib.suppress(TimeoutError, UntaxError):
-                async with asyncio.timeout(_GREETING_S):
+                async with asyncio.timeout(GREETING_S):
                     await said
         self._drop_stream()
         self._fail_all(PoolClosed("the connection to the server is closed"))
 
     async def _connect(self) -> None:
         try:
-            await self._greet(await self._dial())
+            await self._greet(await self._place.dial())
         finally:
             self._connecting = None  # here and not in a callback: the connection may be lost before that is called
 
@@ -232,15 +237,17 @@ class Connection:
                     "secret": before.secret if before is not None else None,
                     "boot": boot_id(),
                     "now_ns": asked_ns,
+                    **self._place.greeting(),
                 }
             )
-            async with asyncio.timeout(_GREETING_S):
+            async with asyncio.timeout(GREETING_S):
                 body = await greeting
             self.server = Server.read(body, asked_ns)
+            self._place.greeted(stream, body)
         except BaseException as exc:
             stream.close()
             if isinstance(exc, TimeoutError):
-                raise BackendError("", f"the server at {self._path} did not greet within {_GREETING_S:g} s") from None
+                raise BackendError("", f"the server at {self._place} did not greet within {GREETING_S:g} s") from None
             raise
         finally:
             self._greeting = None
@@ -250,31 +257,6 @@ class Connection:
         if before is not None and self.server.owner != before.owner:
             self._on_forgotten()
         self._resend()
-
-    async def _dial(self) -> MessageStream:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A queue of connections that is full holds `connect` up, which no event loop can wait for: a thread does, and not for ever.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(_GREETING_S), 0))
-        try:
-            await self._loop.run_in_executor(None, sock.connect, str(self._path))
-        except (FileNotFoundError, ConnectionRefusedError) as exc:
-            sock.close()
-            raise BackendError("", f"no server listens at {self._path}; start one: untax serve --socket {self._path}") from exc
-        except PermissionError as exc:
-            sock.close()
-            raise UsageError(f"{self._path} is another user's; start a server of your own: untax serve --socket PATH") from exc
-        except OSError as exc:
-            sock.close()
-            raise BackendError("", f"{self._path}: {exc.strerror}") from exc
-        except BaseException:
-            sock.close()
-            raise
-        stream = UnixStream(sock, is_known=True)
-        _, uid = stream.peer
-        if not is_trusted(uid):
-            stream.close()
-            raise UsageError(f"the server at {self._path} runs as user {uid}, who is neither you nor root; connect to your own")
-        return stream
 
     def _resend(self) -> None:
         for request_id, pending in list(self._pending.items()):
@@ -287,25 +269,24 @@ class Connection:
 
     # ---- from the stream ----
 
-    def message_received(self, body: Body, fd: int | None) -> None:
+    def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
         self._unheard = 0
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
-            self._on_event(event)
+            self._on_event(event, body)
         elif self._greeting is not None:
             self._greeted(self._greeting[1], body)
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:
             self._answered(request_id, pending, body, fd)
             return
-        if fd is not None:
-            os.close(fd)
+        close(fd)
 
     def connection_lost(self, reason: str) -> None:
         if self._greeting is not None:
             if not self._greeting[1].done():
-                self._greeting[1].set_exception(BackendError("", f"the server at {self._path} refused the connection: {reason}"))
+                self._greeting[1].set_exception(BackendError("", f"the server at {self._place} refused the connection: {reason}"))
             return
-        log.debug("the connection to %s was lost: %s", self._path, reason)
+        log.debug("the connection to %s was lost: %s", self._place, reason)
         self._drop_stream()
         if not self._is_closed and (self._pending or self._is_needed()) and self._retrying is None:
             self._retrying = self._loop.create_task(self._retry(reason))
@@ -319,7 +300,7 @@ class Connection:
         else:
             greeting.set_exception(error_of(body.get("error")))
 
-    def _answered(self, request_id: int, pending: _Pending, body: Body, fd: int | None) -> None:
+    def _answered(self, request_id: int, pending: _Pending, body: Body, fd: int | ByteStream | None) -> None:
         if isinstance(part := body.get("part"), dict):
             if pending.on_part is not None and not pending.is_abandoned:
                 pending.on_part(part)
@@ -327,13 +308,11 @@ class Connection:
         if pending.is_abandoned or pending.answer.done():
             if pending.is_abandoned:
                 del self._pending[request_id]
-            if fd is not None:
-                os.close(fd)
+            close(fd)
         elif isinstance(answer := body.get("ok"), dict):
             pending.answer.set_result(Reply(answer, fd))
         else:
-            if fd is not None:
-                os.close(fd)
+            close(fd)
             pending.answer.set_exception(error_of(body.get("error")))
 
     # ---- when it breaks ----
@@ -341,6 +320,7 @@ class Connection:
     async def _retry(self, reason: str) -> None:
         """Until there is a connection again, or nobody needs one. Those who wait for an answer are told when nobody listens."""
         delay_s = _FIRST_RETRY_S
+        began = self._loop.time()
         try:
             while self._stream is None and not self._is_closed:
                 try:
@@ -349,6 +329,9 @@ class Connection:
                 except UntaxError as exc:
                     self._fail_all(BackendError("", f"the connection to the server was lost ({reason}), and there is no other: {exc}"))
                     if not isinstance(exc, BackendError) or not self._is_needed():
+                        return
+                    if self._place.carries_channels and self.server is not None and self._loop.time() - began > self.server.lease_s:
+                        self._on_forgotten()  # by now the server has given up what we held, if there is one
                         return
                 await asyncio.sleep(delay_s)  # nothing tells when a file at a path begins to be listened at
                 delay_s = min(2 * delay_s, _LAST_RETRY_S)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,10 @@ from untax.core.spec import EnvSpec, Limits
 from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus
-from untax.remote.address import socket_path
+from untax.remote.address import is_web, socket_path, web_address
 from untax.remote.box import RemoteBox, new_lease_id
 from untax.remote.connection import Connection, Part, Reply, Server
+from untax.remote.dial import Dialler, UnixDialler, WebDialler
 from untax.remote.messages import load_types
 from untax.remote.snapshot import RemoteSnapshot
 from untax.snapshot import Snapshot
@@ -38,9 +40,12 @@ log = logging.getLogger("untax.remote")
 _LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself
 
 
-def connect(url: str) -> RemoteEngine:
-    """`async with untax.connect("unix:PATH") as engine`: the engine that `untax serve --socket PATH` runs, used as one's own."""
-    return RemoteEngine(url)
+def connect(url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None) -> RemoteEngine:
+    """`async with untax.connect("unix:PATH") as engine`: the engine that `untax serve --socket PATH` runs, used as one's own.
+
+    Or `untax.connect("https://HOST:PORT", token=…)`; without a token, that of `UNTAX_TOKEN`. `ca_file` names who signed its certificate.
+    """
+    return RemoteEngine(url, token=token, ca_file=ca_file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,10 @@ class RemoteEngine(Leasing):
 
     box_class: type[RemoteBox] = RemoteBox
 
-    def __init__(self, url: str, *, clock: Clock = now_ns) -> None:
+    def __init__(self, url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None, clock: Clock = now_ns) -> None:
         super().__init__(clock)
         self.url = url
-        self._path = socket_path(url)
+        self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
 
     # ---- its own life ----
@@ -70,7 +75,7 @@ class RemoteEngine(Leasing):
             raise UsageError(f"this connection is {self._state}; make a new one with untax.connect()")
         load_types()
         self._connection = Connection(
-            self._path,
+            self._place,
             on_event=self._heard,
             on_forgotten=lambda: self._end_all("its server was started anew, or gave it up while the connection was broken"),
             is_needed=lambda: any(isinstance(box, RemoteBox) and box.is_live for box in self._boxes),
@@ -201,14 +206,15 @@ class RemoteEngine(Leasing):
         reply.discard()
         return reply.body
 
-    def forget(self, box: RemoteBox) -> None:
-        self._boxes.discard(box)
-
-    def _heard(self, event: str) -> None:
+    def _heard(self, event: str, body: Mapping[str, Any]) -> None:
         if event == "closing":
             self._end_all("its server was stopped")
+        elif event == "egress":
+            for box in self._boxes:
+                if isinstance(box, RemoteBox) and box.id == body.get("sandbox"):
+                    box.egress_told(body.get("attempt"))
         else:
-            log.info("the server at %s is %s", self._path, event)
+            log.info("the server at %s is %s", self._place, event)
 
     def _end_all(self, reason: str) -> None:
         for box in list(self._boxes):

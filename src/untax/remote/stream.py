@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from untax.core.errors import ProtocolError
+from untax.core.stream import ByteStream
 from untax.remote.messages import MESSAGE_MAX, Body, Framer, decode, encode
 
 _RECEIVE = 256 << 10
@@ -26,15 +27,15 @@ GREETING_MAX = 64 << 10
 class Receiver(Protocol):
     """Called in the event loop's thread."""
 
-    def message_received(self, body: Body, fd: int | None) -> None:
-        """A whole message; `fd` is the receiver's to close."""
+    def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
+        """A whole message; the descriptor, or the stream in the place of one, is the receiver's to close."""
 
     def connection_lost(self, reason: str) -> None:
         """Nothing more will come. Called once, not after a `close` of one's own."""
 
 
 class MessageStream(Protocol):
-    """What a transport offers. One that cannot pass descriptors does not take any."""
+    """What a transport offers. One that cannot pass descriptors carries what comes over them instead."""
 
     def start(self, receiver: Receiver) -> None: ...
 

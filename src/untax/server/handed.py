@@ -44,8 +44,10 @@ class HangUps:
                 self._epoll.unregister(sock.fileno())
 
     def close(self) -> None:
-        self._loop.remove_reader(self._epoll.fileno())
-        self._epoll.close()
+        """Safe to call twice."""
+        if not self._epoll.closed:
+            self._loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
 
     def _ready(self) -> None:
         for fd, _ in self._epoll.poll(0, 64):

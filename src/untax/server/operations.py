@@ -34,7 +34,9 @@ Tell = Callable[[Body], None]
 class Operations:
     """`on_ledger` is told of every ledger that is final, `on_change` when a lease came or went."""
 
-    def __init__(self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[Ledger], object], on_change: Callable[[], object]) -> None:
+    def __init__(
+        self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[Ledger, str], object], on_change: Callable[[], object]
+    ) -> None:
         self._engine = engine
         self._hang_ups = hang_ups
         self._on_ledger = on_ledger
@@ -54,14 +56,20 @@ class Operations:
         lease_id = args.text("lease")
         late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
         request = checked(engine.offer, args.spec(), late)
-        if (snapshot_id := args.text_or_none("snapshot")) is not None:
+        snapshot_id = args.text_or_none("snapshot")
+        owner.gate.admit(request.spec)
+        if snapshot_id is not None:
+            owner.gate.check_snapshot(snapshot_id)
             request = replace(request, snapshot=await engine.find_snapshot(snapshot_id))
-        box = await engine.fulfil(request)
+        with owner.gate.starting():
+            box = await engine.fulfil(request)
+            owner.gate.leased(1)
         try:
             handed = await hand_over(box, self._hang_ups)
             if owner.is_over or lease_id in owner.leases:
                 raise UsageError("the owner is gone, or has a lease of this id already")
         except BaseException:
+            owner.gate.leased(-1)
             await engine.finish(engine.chore(box.release()))
             raise
         owner.leases[lease_id] = box
@@ -78,17 +86,20 @@ class Operations:
                 else:
                     box.ledger.fault("its holder could not take it")
             finally:
-                await self._released(box)
+                await self._released(owner, box)
         return Outcome({})
 
     async def _give_back(self, owner: Owner, lease_id: str) -> None:
         box = owner.leases.pop(lease_id, None)
         if box is not None:
-            await self._released(box)
+            await self._released(owner, box)
 
-    async def _released(self, box: Tenancy) -> None:
-        await box.release()
-        self._on_ledger(box.ledger)
+    async def _released(self, owner: Owner, box: Tenancy) -> None:
+        try:
+            await box.release()
+        finally:
+            owner.gate.leased(-1)
+        self._on_ledger(box.ledger, owner.gate.name)
         self._on_change()
 
     async def give_all_back(self, owner: Owner, reason: str) -> None:
@@ -96,14 +107,16 @@ class Operations:
         leases, owner.leases = list(owner.leases.values()), {}
         for box in leases:
             box.ledger.fault(f"the holder of the lease is gone: {reason}")
-        for outcome in await asyncio.gather(*(self._released(box) for box in leases), return_exceptions=True):
+        unsaved = {name: one for name, one in owner.snapshots.items() if not one.is_saved}
+        for outcome in [
+            *await asyncio.gather(*(self._released(owner, box) for box in leases), return_exceptions=True),
+            *await asyncio.gather(*(asyncio.to_thread(pin.close) for pin in owner.pins.values()), return_exceptions=True),
+            *await asyncio.gather(*(one.drop() for one in unsaved.values()), return_exceptions=True),
+        ]:
             if isinstance(outcome, BaseException):
                 log.warning("while giving back what an owner held: %s: %s", type(outcome).__name__, outcome)
-        for pin in owner.pins.values():
-            await asyncio.to_thread(pin.close)
-        for snapshot in owner.snapshots.values():
-            if not snapshot.is_saved:
-                await snapshot.drop()
+        for name in unsaved:
+            owner.gate.dropped_snapshot(name)
 
     # ---- their boxes ----
 
@@ -126,6 +139,7 @@ class Operations:
         if owner.is_over:
             await snapshot.drop()
         owner.snapshots[snapshot.id] = snapshot
+        await owner.gate.took_snapshot(snapshot, is_saved=False)
         return Outcome(_told(snapshot), undo=snapshot.drop)
 
     async def op_diff(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
@@ -149,22 +163,29 @@ class Operations:
     # ---- snapshots and stages ----
 
     async def op_find_snapshot(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        owner.gate.check_snapshot(args.text("snapshot"))
         return Outcome(_told(await self._engine.find_snapshot(args.text("snapshot"))))
 
     async def op_save(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        await (await self._engine.find_snapshot(args.text("snapshot"))).save()
+        owner.gate.check_snapshot(args.text("snapshot"))
+        snapshot = await self._engine.find_snapshot(args.text("snapshot"))
+        await snapshot.save()
+        await owner.gate.took_snapshot(snapshot, is_saved=True)
         return Outcome({})
 
     async def op_drop(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         snapshot_id = args.text("snapshot")
+        owner.gate.check_snapshot(snapshot_id)
         snapshot = owner.snapshots.pop(snapshot_id, None)
         if snapshot is None and args.truth("is_saved"):
             snapshot = await self._engine.find_snapshot(snapshot_id)
         if snapshot is not None:
             await snapshot.drop()
+            owner.gate.dropped_snapshot(snapshot_id)
         return Outcome({})
 
     async def op_prepare(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
+        owner.gate.admit(args.spec())
         prepared = await self._engine.prepare(args.spec(), progress=lambda what, done, total: tell({"progress": [what, done, total]}))
         pin_id = f"pin-{secrets.token_hex(8)}"
         owner.pins[pin_id] = prepared.pin
@@ -182,7 +203,9 @@ class Operations:
     # ---- the engine itself ----
 
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        await self._engine.warm(args.spec(), args.whole("n"))
+        owner.gate.admit(args.spec())
+        with owner.gate.starting(max(1, args.whole("n"))):
+            await self._engine.warm(args.spec(), args.whole("n"))
         return Outcome({})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002

@@ -12,11 +12,13 @@ import hmac
 import logging
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from untax.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from untax.core.spec import EnvSpec
     from untax.layers.store import Pin
     from untax.server.answers import Answer
     from untax.snapshot import Snapshot
@@ -38,6 +40,53 @@ class Attachment(Protocol):
         """Somebody else speaks for the owner from here on."""
 
 
+class Gate(Protocol):
+    """What an owner may do beyond having connected: the tenant's limits, and whose snapshots are whose."""
+
+    name: str
+    """Whose ledgers these are; empty for the machine's own user."""
+
+    def admit(self, spec: EnvSpec) -> None:
+        """Raises for what may not be asked for."""
+
+    def starting(self, count: int = 1) -> AbstractContextManager[None]:
+        """Around the making of sandboxes; raises above a limit."""
+
+    def leased(self, change: int) -> None:
+        """So many leases more, or less."""
+
+    def check_snapshot(self, snapshot_id: str) -> None:
+        """Raises for one that is somebody else's."""
+
+    async def took_snapshot(self, snapshot: Snapshot, *, is_saved: bool) -> None: ...
+
+    def dropped_snapshot(self, snapshot_id: str) -> None: ...
+
+
+class Open:
+    """For whoever is trusted as the server's own user is."""
+
+    name = ""
+
+    def admit(self, spec: EnvSpec) -> None:
+        pass
+
+    def starting(self, count: int = 1) -> AbstractContextManager[None]:  # noqa: ARG002
+        return nullcontext()
+
+    def leased(self, change: int) -> None:
+        pass
+
+    def check_snapshot(self, snapshot_id: str) -> None:
+        pass
+
+    async def took_snapshot(self, snapshot: Snapshot, *, is_saved: bool) -> None:
+        pass
+
+    def dropped_snapshot(self, snapshot_id: str) -> None:
+        pass
+
+
 class Proof(Protocol):
     def close(self) -> None: ...
 
@@ -50,10 +99,14 @@ class Owner:
         self.secret = secrets.token_hex(16)
         self.label = label
         """For people: whose it is."""
+        self.gate: Gate = Open()
         self.leases: dict[str, Tenancy] = {}
         self.snapshots: dict[str, Snapshot] = {}
         self.pins: dict[str, Pin] = {}
         self.answers: dict[int, Answer] = {}
+        self.carriers: dict[int, object] = {}
+        """What carries the channels of its boxes, where descriptors cannot be handed over; the transport's own."""
+        self.next_carrier = 1
         self.attachment: Attachment | None = None
         self.proof: Proof | None = None
         """What tells that the client itself has ended, where there is such a thing."""

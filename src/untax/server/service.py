@@ -16,6 +16,7 @@ from untax import __version__
 from untax.core.errors import PoolClosed, ProtocolError, UntaxError
 from untax.core.ledger import Ledger
 from untax.core.spec import require_duration
+from untax.core.stream import ByteStream
 from untax.remote.boot import boot_id
 from untax.remote.messages import PROTOCOL, Body, error_data
 from untax.remote.stream import MessageStream
@@ -43,13 +44,17 @@ class Service:
     def __init__(self, engine: Engine, *, lease_s: float = LEASE_S) -> None:
         self.engine = engine
         self.lease_s = require_duration("lease_s", lease_s)
-        self.ledgers: deque[str] = deque(maxlen=LEDGERS_KEPT)
-        """The latest that are final, the holders' part in them, as `Ledger.to_json` has them."""
+        self.ledgers: deque[tuple[str, str]] = deque(maxlen=LEDGERS_KEPT)
+        """The latest that are final, the holders' part in them: whose, and as `Ledger.to_json` has them."""
+        self.ledgers_total = 0
+        """How many there were, those that were forgotten included."""
+        self.on_ledger: Callable[[Ledger, str], object] | None = None
+        """Told of each, and whose it is."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
         self.answers = Answers(engine.chore)
         self._hang_ups = HangUps()
-        self.operations = Operations(engine, self._hang_ups, self._closed, self._changed)
+        self.operations = Operations(engine, self._hang_ups, self.closed, self._changed)
         self._waiting: list[asyncio.Future[None]] = []
         self.is_draining = False
 
@@ -57,11 +62,13 @@ class Service:
     def leases(self) -> int:
         return sum(len(owner.leases) for owner in self.owners)
 
-    def latest_ledgers(self) -> list[str]:
-        """As many as fit a message, the oldest first."""
+    def latest_ledgers(self, tenant: str | None = None) -> list[str]:
+        """As many as fit a message, the oldest first; of one tenant, or of all."""
         found: deque[str] = deque()
         room = _LEDGERS_BYTES
-        for one in reversed(self.ledgers):
+        for whose, one in reversed(self.ledgers):
+            if tenant is not None and whose != tenant:
+                continue
             room -= len(one)
             if room < 0:
                 break
@@ -111,8 +118,16 @@ class Service:
         if owner.ended is not None:
             await owner.ended
 
-    def _closed(self, ledger: Ledger) -> None:
-        asyncio.get_running_loop().call_soon(lambda: self.ledgers.append(ledger.to_json()))  # behind the reply, which need not wait for it
+    def closed(self, ledger: Ledger, tenant: str = "") -> None:
+        """A ledger is final."""
+        # Behind the reply, which need not wait for it.
+        asyncio.get_running_loop().call_soon(self._keep, tenant, ledger)
+
+    def _keep(self, tenant: str, ledger: Ledger) -> None:
+        self.ledgers.append((tenant, ledger.to_json()))
+        self.ledgers_total += 1
+        if self.on_ledger is not None:
+            self.on_ledger(ledger, tenant)
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -125,8 +140,9 @@ class Session:
     """One connection: a greeting, then requests of one owner."""
 
     def __init__(
-        self, service: Service, stream: MessageStream, label: str, *, proves_life: bool, on_owner: Callable[[Owner], object]
+        self, service: Service, stream: MessageStream, label: str, *, proves_life: bool, on_owner: Callable[[Owner, Body], Body]
     ) -> None:
+        """`on_owner` is told whose connection it is and how it greeted, and gives what the answer says beside the rest."""
         self._service = service
         self._stream = stream
         self._label = label
@@ -150,8 +166,8 @@ class Session:
 
     # ---- from the stream ----
 
-    def message_received(self, body: Body, fd: int | None) -> None:
-        if fd is not None:
+    def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
+        if isinstance(fd, int):
             os.close(fd)  # nothing that a client sends needs one
         request_id = body.get("id")
         if isinstance(request_id, bool) or not isinstance(request_id, int) or not isinstance(body.get("op"), str):
@@ -176,6 +192,11 @@ class Session:
         except UntaxError as exc:
             self.refuse(request_id, exc)
             return
+        try:
+            more = self._on_owner(owner, body)
+        except UntaxError as exc:
+            self.refuse(request_id, exc)
+            return
         self.owner = owner
         substrate = service.engine.substrate
         self.say(
@@ -192,11 +213,11 @@ class Session:
                     "substrate": {"name": substrate.name, "isolation": substrate.isolation},
                     "boot": boot_id(),
                     "now_ns": service.engine.clock(),
+                    **more,
                 },
             }
         )
         service.owners.attach(owner, self)
-        self._on_owner(owner)
 
     def _owner_of(self, body: Body) -> tuple[Owner, bool]:
         if body.get("op") != "hello":
@@ -232,7 +253,7 @@ class Session:
             case "lease" | "warm" if service.is_draining:
                 self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
             case "ledgers":
-                self.say({"id": request_id, "ok": {"value": service.latest_ledgers()}})
+                self.say({"id": request_id, "ok": {"value": service.latest_ledgers(owner.gate.name or None)}})
             case _ if isinstance(args, dict):
                 shift_ns = self._shift_ns
                 service.answers.ask(

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from untax.core.errors import BackendError, ProtocolError, UsageError
 from untax.remote.address import checked_path, is_trusted
-from untax.remote.messages import error_data
+from untax.remote.messages import Body, error_data
 from untax.remote.stream import UnixStream
 from untax.server.owners import Owner
 from untax.server.service import Service, Session
@@ -106,13 +106,16 @@ class UnixListener:
         self._spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
 
     def _attend(self, sock: socket.socket, stream: UnixStream, pid: int) -> None:
-        def known(owner: Owner) -> None:
+        def known(owner: Owner, _: Body) -> Body:
+            if owner.gate.name:
+                raise UsageError("this owner is a tenant's: connect over HTTP")
             late.cancel()
             stream.is_known = True
             if owner.proof is not None:
                 owner.proof.close()
             pidfd = _pidfd(sock, pid)
             owner.proof = None if pidfd is None else _Process(pidfd, lambda: service.owners.end(owner, f"process {pid} has ended"))
+            return {}
 
         service = self._service
         session = Session(service, stream, f"process {pid}", proves_life=True, on_owner=known)

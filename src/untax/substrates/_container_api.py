@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 from urllib.parse import quote, urlencode
@@ -110,6 +110,36 @@ class EngineApi:
             async with self._deadline(patience_s):
                 reply = await self._reply(sock)
                 return _data(await _body(sock, reply))
+
+    async def send_stream(
+        self, target: str, reader: asyncio.StreamReader, whole: Awaitable[object], *, query: Sequence[tuple[str, str]], patience_s: float
+    ) -> Any:
+        """A POST whose body comes as it is made, as long as it goes on; `patience_s` is for the engine to take each piece, and to answer.
+
+        At its end `whole` is waited for: when that raises, the body is broken off, for an engine would take half a tree for all of it. The
+        engine may refuse in the middle: it then stops reading, and its answer is what counts.
+        """
+        loop = asyncio.get_running_loop()
+        async with self._asking(None) as sock:
+            async with self._deadline(self.answer_s):
+                await loop.sock_sendall(sock, self._chunked_head(target, query))
+            try:
+                while data := await reader.read(_PIECE):
+                    async with self._deadline(patience_s):
+                        await loop.sock_sendall(sock, b"%x\r\n%b\r\n" % (len(data), data))
+                await whole
+                async with self._deadline(patience_s):
+                    await loop.sock_sendall(sock, b"0\r\n\r\n")
+            except BackendError as exc:
+                if not isinstance(exc.__cause__, BrokenPipeError | ConnectionResetError):
+                    raise
+            async with self._deadline(patience_s):
+                return _data(await _body(sock, await self._reply(sock)))
+
+    def _chunked_head(self, target: str, query: Sequence[tuple[str, str]]) -> bytes:
+        where = f"{_PREFIX[self.engine]}{target}?{urlencode(query)}"
+        kind = "Content-Type: application/x-tar\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n"
+        return f"POST {where} HTTP/1.1\r\nHost: {self.engine}\r\n{kind}\r\n".encode()
 
     async def upgrade(self, target: str, body: object = None, *, query: Mapping[str, str] | None = None) -> Upgraded:
         """A stream from now on; it is the caller's to close."""

@@ -15,7 +15,7 @@ import os
 import platform
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ from typing import Any
 from untax.core.errors import BackendError, StageFailed, StageUnavailable
 from untax.core.root import ImageConfig, Root
 from untax.core.spec import FrozenEnv
+from untax.core.substrate import Export
 from untax.substrates._container_api import EngineApi, Refused
 from untax.substrates._container_body import CELL
 from untax.substrates._host import cell_path
 
 log = logging.getLogger("untax.container")
 
-Export = Callable[[Root, Path, str, Mapping[str, str]], object]
-"""Writes a chain to a file as an image of that name and with those labels; blocking."""
-
 REPOSITORY = "localhost/untax"
 LABEL = "untax.image"
+_HOST_LABEL = "untax.host"
+_KEEP_HOSTS = 2  # images of this machine's own software, which are gigabytes and out of date with the next package
 _LOAD_PATIENCE_S = 900.0  # an engine unpacks some 100 MB a second, and says nothing meanwhile
 _MACHINES = {"x86_64": "amd64", "amd64": "amd64", "aarch64": "arm64", "arm64": "arm64"}
 
@@ -99,16 +99,41 @@ class EngineImages:
                 return found
             await asyncio.to_thread(self._require_room, scratch)
             with tempfile.TemporaryDirectory(prefix="export-", dir=scratch) as place:
-                archive = Path(place) / "image.tar"
                 layer = await asyncio.to_thread(_cell_layer, Path(place))
                 whole = root.with_layers(str(layer))
-                await asyncio.to_thread(export, whole, archive, f"{REPOSITORY}:{tag}", {LABEL: tag})
-                await self._load(archive)
+                if root.views:
+                    await self._pour(tag, whole, export, Path(place) / "tree.tar")
+                else:
+                    archive = Path(place) / "image.tar"
+                    await asyncio.to_thread(export, whole, archive, f"{REPOSITORY}:{tag}", {LABEL: tag})
+                    await self._load(archive)
             found = await self.find(key, root)
             if found is None:
                 raise StageUnavailable("image", f"{self._api.engine} took the image in and does not have it")
         await self._forget_old()
         return found
+
+    async def _pour(self, tag: str, root: Root, export: Export, pipe: Path) -> None:
+        """One layer, from the host's files straight into the engine: gigabytes lie nowhere in between, and are read once."""
+        log.info("%s takes this machine's own software in, once until it changes", self._api.engine)
+        os.mkfifo(pipe, 0o600)
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        source = os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+        exporting = asyncio.ensure_future(asyncio.to_thread(export, root, pipe, f"{REPOSITORY}:{tag}", {}, to="tar"))
+        labels = [("changes", f"LABEL {name}={value}") for name, value in ((LABEL, tag), (_HOST_LABEL, "1"))]
+        query = [("fromSrc", "-"), ("repo", f"{REPOSITORY}:{tag}"), *labels]
+        try:
+            said = await self._api.send_stream("/images/create", reader, exporting, query=query, patience_s=_LOAD_PATIENCE_S)
+        except Refused as exc:
+            raise StageUnavailable("image", f"{self._api.engine} did not take the image in: {exc}; is its disk full?") from exc
+        finally:
+            transport.close()  # whoever still writes is told so by the pipe
+            await asyncio.wait([exporting])
+            if not exporting.cancelled():
+                exporting.exception()  # it was raised above, or is of a pipe that nobody reads
+        _check_taken(self._api.engine, said)
 
     async def _load(self, archive: Path) -> None:
         size = archive.stat().st_size
@@ -117,9 +142,7 @@ class EngineImages:
                 said = await self._api.send_tar("POST", "/images/load", file, size, query={"quiet": "1"}, patience_s=_LOAD_PATIENCE_S)
             except Refused as exc:
                 raise StageUnavailable("image", f"{self._api.engine} did not take the image in: {exc}; is its disk full?") from exc
-        for line in said if isinstance(said, list) else [said]:
-            if isinstance(line, dict) and line.get("error"):
-                raise StageUnavailable("image", f"{self._api.engine} did not take the image in: {line['error']}")
+        _check_taken(self._api.engine, said)
 
     async def discard(self, image: str) -> None:
         with contextlib.suppress(Refused):  # not there, or in use
@@ -179,14 +202,15 @@ class EngineImages:
     async def _forget_old(self) -> None:
         """Beyond those that are to be kept, the least recently used; one that a container stands on stays."""
         try:
-            names = {
-                tag.rpartition(":")[2]
+            listed = {
+                tag.rpartition(":")[2]: _HOST_LABEL in (one.get("Labels") or {})
                 for one in await self._listed()
                 for tag in one.get("RepoTags") or ()
                 if tag.startswith(f"{REPOSITORY}:")
             }
+            names, hosts = list(listed), [tag for tag, is_host in listed.items() if is_host]
             when = {tag: self._last_use(tag) for tag in names}
-            for tag in sorted(names, key=when.__getitem__)[: max(0, len(names) - self._keep)]:
+            for tag in {*_oldest(names, when, self._keep), *_oldest(hosts, when, _KEEP_HOSTS)}:
                 with contextlib.suppress(Refused):
                     await self._api.ask("DELETE", f"/images/{REPOSITORY}:{tag}")
                     (self._used / tag).unlink(missing_ok=True)
@@ -202,6 +226,17 @@ class EngineImages:
             return (self._used / tag).stat().st_mtime
         except OSError:
             return 0.0
+
+
+def _oldest(tags: Sequence[str], when: Mapping[str, float], keep: int) -> list[str]:
+    return sorted(tags, key=when.__getitem__)[: max(0, len(tags) - keep)]
+
+
+def _check_taken(engine: str, said: Any) -> None:
+    """An engine that has begun to answer tells of its failures in what it says."""
+    for line in said if isinstance(said, list) else [said]:
+        if isinstance(line, dict) and line.get("error"):
+            raise StageUnavailable("image", f"{engine} did not take the image in: {line['error']}")
 
 
 def _cell_layer(place: Path) -> Path:

@@ -23,16 +23,15 @@ from untax._remove import remove_tree
 from untax.core.errors import BackendError, CreateError, SubstrateUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
-from untax.core.stage import WORKDIR
-from untax.core.substrate import Typical, Unenforced
+from untax.core.substrate import Export, Typical, Unenforced
 from untax.substrates._container_api import EngineApi, EngineKind, Refused, find_socket, socket_trouble
 from untax.substrates._container_body import Wanted, docker_body, podman_body
 from untax.substrates._container_evidence import lines_about
-from untax.substrates._container_images import EngineImages, Export
+from untax.substrates._container_images import EngineImages
 from untax.substrates._container_sandbox import ContainerSandbox, remove_container
 from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, sweep
-from untax.substrates._namespace_sandbox import HOME, facts_of
 from untax.substrates._seccomp import profile
+from untax.substrates._tenant import Tenant
 
 log = logging.getLogger("untax.container")
 
@@ -266,27 +265,27 @@ class ContainerSubstrate:
         del cache  # stages are built elsewhere
         if self._holding is None:
             raise BackendError("", "the container substrate is not started, or closed")
-        facts = facts_of(spec, root)
-        user = "1000" if facts.user == "user" else facts.user
-        own = [WORKDIR, HOME, *([spec.workdir] if spec.workdir else [])] if not root.is_furnished else []
+        tenant = Tenant.of(spec, root)
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
         self._live[sandbox_id] = None
         try:
             async with self._starting:
-                container = await self._make(sandbox_id, spec, root.layers[-1], user, own)
+                container = await self._make(sandbox_id, spec, root.layers[-1], tenant)
         except BaseException:
             del self._live[sandbox_id]
             raise
         unenforced = () if self._has_disk_limit else (_DISK,)
-        sandbox = ContainerSandbox(self.api, self._starting, sandbox_id, container, user, facts, unenforced, _READY_S, self._forget)
+        sandbox = ContainerSandbox(
+            self.api, self._starting, sandbox_id, container, tenant.user, tenant.facts, unenforced, _READY_S, self._forget
+        )
         self._live[sandbox_id] = sandbox
         return sandbox
 
-    async def _make(self, sandbox_id: str, spec: EnvSpec, image: str, user: str, own: Sequence[str]) -> str:
+    async def _make(self, sandbox_id: str, spec: EnvSpec, image: str, tenant: Tenant) -> str:
         labels = {**self._labels, SANDBOX_LABEL: sandbox_id}
         while True:
             limited = self._has_disk_limit
-            wanted = Wanted(sandbox_id, image, user, own, labels, spec.limits, self._runtime, limited)
+            wanted = Wanted(sandbox_id, image, tenant.user, tenant.own, labels, spec.limits, self._runtime, limited)
             try:
                 return str((await self._ask_for(wanted))["Id"])
             except Refused as exc:

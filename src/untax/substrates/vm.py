@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -26,11 +26,10 @@ from untax._remove import remove_tree
 from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
-from untax.core.stage import WORKDIR
-from untax.core.substrate import Facts, Typical, Unenforced
+from untax.core.substrate import Export, Facts, Typical, Unenforced
 from untax.substrates._claims import RangeClaim
 from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, is_host_root, sweep
-from untax.substrates._namespace_sandbox import HOME, facts_of
+from untax.substrates._tenant import Tenant
 from untax.substrates._vm_boot import Kernel, find_kernel, initramfs
 from untax.substrates._vm_files import SavedMachines, mke2fs
 from untax.substrates._vm_machines import Host, Machines, Started
@@ -41,11 +40,10 @@ from untax.substrates._vm_ssh import VmSshSandbox
 
 log = logging.getLogger("untax.vm")
 
-Export = Callable[[Root, Path, str, Mapping[str, str]], object]
-
 _READY_S = 180.0  # an emulated boot takes some 6 s on a quiet machine, and ten times that on a busy one
 _KEEP = 8
 _CHAINS_KEPT = 16
+_CHAINS_BYTES = 16 << 30  # the host's own software is gigabytes, and another disk with every package that changes
 _EMULATED = Unenforced(
     "isolation",
     "the machine is emulated, and QEMU's authors promise no boundary for that",
@@ -264,15 +262,13 @@ class VmSubstrate:
         if machines is None:
             raise BackendError("", "the vm substrate is not started, or closed")
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
-        facts = facts_of(spec, root)
-        user = "1000" if facts.user == "user" else facts.user
-        own = [WORKDIR, HOME, *([spec.workdir] if spec.workdir else [])] if not root.is_furnished else []
-        birth = Birth(sandbox_id, spec.limits, user, own)
+        tenant = Tenant.of(spec, root)
+        birth = Birth(sandbox_id, spec.limits, tenant.user, tenant.own)
         base = Path(root.layers[-1])
         async with self._starting:
             started = await (machines.booted if self._is_cold else machines.restored)(sandbox_id, base, spec.limits)
         unenforced = (_EMULATED,) if machines.host.accel == "tcg" else ()
-        sandbox = self._sandbox(started, birth, facts, unenforced)
+        sandbox = self._sandbox(started, birth, tenant.facts, unenforced)
         self._live[sandbox_id] = sandbox
         self._note(sandbox)
         return sandbox
@@ -321,6 +317,9 @@ def _end_left(holding: Path) -> None:
 
 
 def _forget_old(chains: Path) -> None:
-    """A machine that still has a disk open keeps it until it ends."""
-    for path in sorted(chains.glob("*.squashfs"), key=lambda one: one.stat().st_atime, reverse=True)[_CHAINS_KEPT:]:
-        path.unlink(missing_ok=True)
+    """Those not used for longest, beyond a number and beyond a size. A machine that still has a disk open keeps it until it ends."""
+    left = _CHAINS_BYTES
+    for count, path in enumerate(sorted(chains.glob("*.squashfs"), key=lambda one: one.stat().st_atime, reverse=True)):
+        left -= path.stat().st_size
+        if count >= _CHAINS_KEPT or (left < 0 and count):
+            path.unlink(missing_ok=True)

@@ -111,8 +111,8 @@ class DirectAutoEngine(Threaded, AutoEngine):
 
 
 class DirectRemoteBox(RemoteBox):
-    def _channel_over(self, stream: SocketStream, resumed: Resumed) -> Channel:
-        if self.spec.network != "none":
+    def _channel_over(self, stream: ByteStream, resumed: Resumed) -> Channel:
+        if self.spec.network != "none" or not isinstance(stream, SocketStream):
             return super()._channel_over(stream, resumed)
         channel: Channel
         channel = cast("Threaded", self._engine).direct(stream, self.id, lambda lost: self._lost(channel, lost), resumed)

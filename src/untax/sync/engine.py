@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from builtins import list as list_
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -202,16 +203,16 @@ class RemoteEngine(Engine):
 
     _inner: DirectRemoteEngine
 
-    def __init__(self, url: str) -> None:
-        self._begin(DirectRemoteEngine(url))
+    def __init__(self, url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None) -> None:
+        self._begin(DirectRemoteEngine(url, token=token, ca_file=ca_file))
 
     def ledgers(self) -> tuple[dict[str, Any], ...]:
         return self._running().run(self._inner.ledgers())
 
 
-def connect(url: str) -> RemoteEngine:
-    """`with untax.sync.connect("unix:PATH") as engine`: the engine of `untax serve --socket PATH`, used as one's own."""
-    return RemoteEngine(url)
+def connect(url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None) -> RemoteEngine:
+    """`with untax.sync.connect("unix:PATH") as engine`: the engine of `untax serve --socket PATH`, used as one's own; as `untax.connect`."""
+    return RemoteEngine(url, token=token, ca_file=ca_file)
 
 
 async def _awaited(inner: AsyncLease[T]) -> T:

@@ -100,3 +100,38 @@ def test_a_workload_with_an_image_of_its_own_keeps_it_in_a_time_box(tmp_path):
 def test_an_image_is_for_a_substrate_of_the_plan(text):
     with pytest.raises(UsageError, match=r"NAME=IMAGE.*taking, standing"):
         planned("--image", text)
+
+
+STUDY = """
+substrates = ["standing", "again"]
+works = [["T0", 0]]
+trials = 9
+[[counts]]
+substrates = ["again"]
+trials = 5
+[[counts]]
+substrates = ["again", "standing"]
+warmth = ["warm"]
+trials = 0
+[options.again]
+substrate = "standing"
+image = "dir:/x"
+"""
+
+
+@pytest.mark.usefixtures("two")
+def test_flags_narrow_a_plan_and_a_label_stands_for_its_substrate(tmp_path):
+    (tmp_path / "plan.toml").write_text(STUDY)
+    whole = planned(str(tmp_path / "plan.toml"))
+    assert (whole.substrates, [one["trials"] for one in whole.counts]) == (("standing", "again"), [5, 0])
+    one = planned(str(tmp_path / "plan.toml"), "--substrate", "standing", "--trials", "2")
+    assert (one.options, one.trials) == ({}, 2)
+    assert one.counts == ({"substrates": ["standing"], "warmth": ["warm"], "trials": 0},)
+    assert planned(str(tmp_path / "plan.toml"), "--cold", "--trials", "3").counts == ({"substrates": ["again"], "trials": 3},)
+
+
+@pytest.mark.usefixtures("two")
+def test_a_label_for_what_does_not_exist_is_refused(tmp_path):
+    (tmp_path / "plan.toml").write_text(STUDY.replace('substrate = "standing"', 'substrate = "moon"'))
+    with pytest.raises(UsageError, match="no substrate 'moon'"):
+        planned(str(tmp_path / "plan.toml"))

@@ -139,3 +139,43 @@ def test_another_round_is_begun_only_when_there_is_time_for_it():
 
     assert ration.has_round([SHORT], spent_s=8.0)
     assert not ration.has_round([SHORT], spent_s=8.1)
+
+
+# ---- other numbers of trials, and one substrate under two names ----
+
+COUNTED = {
+    "substrates": ["process", "slow"],
+    "works": [["T0", 0], ["T2", 50]],
+    "paths": ["channel"],
+    "warmth": ["cold", "warm"],
+    "trials": 4,
+    "warmup": 1,
+    "counts": [{"substrates": ["slow"], "warmth": ["warm"], "trials": 0}, {"substrates": ["slow"], "lengths": [50], "trials": 2}],
+}
+
+
+def test_some_cases_have_other_numbers_of_trials_and_some_none():
+    plan = from_mapping(COUNTED, where="test")
+    cases = plan.cases()
+    ran = Counter(case for number, case in plan.order(cases) if number >= 0)
+    assert {(case.substrate, case.warmth, case.length): count for case, count in ran.items()} == {
+        ("process", "cold", 0): 4, ("process", "warm", 0): 4, ("process", "cold", 50): 4, ("process", "warm", 50): 4,
+        ("slow", "cold", 0): 4, ("slow", "cold", 50): 2,
+    }  # fmt: skip
+    assert from_mapping(plan.to_json(), where="the run's first record") == plan
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        ({"trials": -1}, "trials must be a whole number"),
+        ({"substrates": ["slow"]}, "each has trials"),
+        ({"substrates": ["moon"], "trials": 1}, "'moon', which the plan does not measure"),
+        ({"substrates": "slow", "trials": 1}, "must be a list"),
+        ({"moons": ["x"], "trials": 1}, "moons is not known"),
+        ("slow", "must be tables"),
+    ],
+)
+def test_counts_that_make_no_sense_are_refused(count, words):
+    with pytest.raises(UsageError, match=words):
+        from_mapping({**COUNTED, "counts": [count]}, where="test")

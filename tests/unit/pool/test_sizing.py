@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from untax.core.spec import EnvSpec, Repo
 from untax.core.stage import Identity, stages_of
 from untax.pool.costs import Costs
-from untax.pool.sizing import Arrivals, Budget, Demand, Rate, hit_rate, plan
+from untax.pool.sizing import SURPRISE, Arrivals, Budget, Demand, Rate, hit_rate, plan
 
 
 def ladder(image, commit=None, setup=()):
@@ -115,6 +115,16 @@ def test_a_burst_is_seen_while_it_lasts():
     assert rate.burst(300.1) > 10
 
 
+def test_a_demand_that_has_moved_away_is_no_bunch():
+    """Ten a second for half a minute, then nothing: what is left of its rate does not come all at once."""
+    rate = Rate(memory_s=60)
+    for n in range(300):
+        rate.arrived(n * 0.1)
+
+    assert rate.per_s(45.0) > 1
+    assert rate.burst(45.0) < 2
+
+
 def test_the_first_arrivals_count_as_they_are():
     assert (Rate().per_s(0.0), Rate().burst(0.0)) == (0.0, 1.0)
     rate = Rate()
@@ -155,6 +165,17 @@ def test_leases_take_room_too():
     assert plan(demand, Budget(memory_mib=900.0, entries=100, starting=100), seconds(), present=BUILT) == {IMAGE[-1].key: 3}
     assert plan(demand, Budget(memory_mib=600.0, entries=100, starting=100), seconds(), present=BUILT) == {}
     assert plan(demand, Budget(memory_mib=900.0, entries=7, starting=100), seconds(), present=BUILT) == {IMAGE[-1].key: 1}
+
+
+def test_a_spec_that_is_seldom_asked_for_is_prepared_for_the_day_that_it_is():
+    """Demand moves from spec to spec: with room left, more of a rare one are kept than its own past asks for."""
+    rare, usual = ladder("rare"), ladder("usual")
+    costs = seconds(create=0.4)
+    present = [stage.key for stages in (rare, usual) for stage in stages]
+    demand = [Demand(usual, 8.0, memory_mib=1.0), Demand(rare, 0.01, memory_mib=1.0)]
+
+    assert plan(demand, Budget(memory_mib=24, starting=100), costs, present=present)[rare[-1].key] >= 2
+    assert plan(demand[1:], Budget(memory_mib=24, starting=100), costs, present=present).get(rare[-1].key, 0) <= 1
 
 
 def test_what_saves_most_is_kept_first():
@@ -228,22 +249,26 @@ def test_a_plan_never_exceeds_its_budget(demand, budget, present):
 @given(
     st.lists(st.tuples(st.sampled_from([0.01, 0.2, 1.0, 3.0]), st.sampled_from([0.5, 2.0, 10.0])), min_size=1, max_size=3),
     st.integers(1, 7),
+    st.booleans(),
 )
-def test_no_other_plan_within_the_budget_saves_more(specs, entries):
+def test_no_other_plan_within_the_budget_saves_more(specs, entries, is_here):
     """Unrelated specs: every way to share out so many sandboxes is tried."""
     stages = [ladder(f"image {n}") for n in range(len(specs))]
     costs = seconds()
     for ladder_, (_, cost) in zip(stages, specs, strict=True):
         costs.observe_stage(ladder_[-1], cost)
     demand = [Demand(ladder_, rate, hit_rate=1.0) for ladder_, (rate, _) in zip(stages, specs, strict=True)]
-    counts = plan(demand, Budget(entries=entries, starting=10**9), costs)
+    here = {stage.key for one in stages for stage in one} if is_here else set()
+    counts = plan(demand, Budget(entries=entries, starting=10**9), costs, present=here)
 
     def saved(shares):
         total = 0.0
         for share, one in zip(shares, demand, strict=True):
-            cold_s = costs.of("create") + costs.of_stage(one.stages[-1])
-            arrivals = Arrivals(one.rate_per_s * cold_s)
-            total += sum(arrivals.more_than(k) for k in range(share)) * (cold_s - costs.of("bind")) / cold_s
+            cold_s = costs.of("create") + (0.0 if is_here else costs.of_stage(one.stages[-1]))
+            surprise = SURPRISE if is_here else 0.0
+            arrivals, everybody = Arrivals(one.rate_per_s * cold_s), Arrivals(sum(other.rate_per_s for other in demand) * cold_s)
+            used = sum((1 - surprise) * arrivals.more_than(k) + surprise * everybody.more_than(k) for k in range(share))
+            total += used * (cold_s - costs.of("bind")) / cold_s
         return total
 
     best = max(saved(shares) for shares in itertools.product(range(entries + 1), repeat=len(demand)) if sum(shares) <= entries)

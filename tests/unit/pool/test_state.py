@@ -33,7 +33,8 @@ from untax.pool.events import (
     Tick,
     Withdrawn,
 )
-from untax.pool.state import Policy, Pool
+from untax.pool.policy import Policy
+from untax.pool.state import Pool
 
 
 def ladder(image, commit=None, setup=()):
@@ -496,7 +497,7 @@ def test_what_nothing_is_left_of_is_forgotten():
         pool.handle(Tick(n + 0.3))
 
     assert len(pool.standings()) <= 130
-    assert pool.next_due_s() > 1000 and len(pool._deadlines) < 100
+    assert pool.next_due_s() > 1000 and len(pool._line._deadlines) < 100
 
 
 def test_what_is_above_the_target_lingers_and_goes():

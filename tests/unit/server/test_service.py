@@ -232,7 +232,7 @@ async def test_an_owner_that_does_not_come_back_loses_its_leases(fake, tmp_path,
             await box.run(["true"])
         assert box.ledger.verdict == "infra"
         await until(lambda: service.ledgers)
-        theirs = json.loads(service.ledgers[0])
+        theirs = json.loads(service.ledgers[0][1])
         assert theirs["verdict"] == "infra"
         assert "gone" in theirs["reasons"][0]
         await engine.aclose()
@@ -272,6 +272,42 @@ async def test_c15_what_a_closed_client_held_is_given_back(fake, tmp_path):
             await engine.acquire()
 
 
+async def test_what_cannot_be_given_back_of_a_dead_owner_keeps_nothing_else(fake, tmp_path, monkeypatch, caplog):
+    """A release, a pin and a snapshot that fail are logged; every other lease, pin and snapshot goes."""
+
+    class Thing:
+        def __init__(self, *, fails):
+            self.is_saved, self.is_gone, self._fails = False, False, fails
+
+        def close(self):
+            self.is_gone = True
+            if self._fails:
+                raise OSError("busy")
+
+        async def drop(self):
+            self.close()
+
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await asyncio.gather(*(engine.acquire() for _ in range(3)))
+        [owner] = service.owners
+        owner.pins = {str(n): Thing(fails=n == 0) for n in range(2)}
+        owner.snapshots = {str(n): Thing(fails=n == 0) for n in range(2)}
+        pins, snapshots = list(owner.pins.values()), list(owner.snapshots.values())
+        first, *_ = owner.leases.values()
+        released = first.release
+
+        async def fails():
+            await released()
+            raise RuntimeError("stuck")
+
+        monkeypatch.setattr(first, "release", fails)
+        service.owners.end(owner, "it is dead")
+        await owner.ended
+        assert not fake.live
+        assert all(thing.is_gone for thing in (*pins, *snapshots))
+    assert [word in caplog.text for word in ("stuck", "busy")] == [True, True]
+
+
 async def test_an_owner_must_know_its_secret(fake, tmp_path):
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine, engine.lease():
         with pytest.raises(untax.UsageError, match="secret"):
@@ -308,7 +344,7 @@ async def test_where_a_connection_proves_nothing_only_heartbeats_do(fake, tmp_pa
 async def test_x3_a_server_that_does_not_answer_is_given_up(fake, tmp_path, monkeypatch):
     """Nobody waits for ever: requests fail as the backend's, actions go on, and it is taken up again once it answers."""
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
-    monkeypatch.setattr(client, "_GREETING_S", 0.5)
+    monkeypatch.setattr(client, "GREETING_S", 0.5)
     frozen = False
 
     def receive(session, body, fd):
@@ -374,7 +410,7 @@ async def test_a_sandbox_that_dies_is_lost_on_both_sides(fake, tmp_path):
         await until(lambda: not fake.live)
         assert service.leases == 1  # until it is given up
     assert box.ledger.verdict == "infra"
-    assert json.loads(service.ledgers[-1])["verdict"] == "infra"
+    assert json.loads(service.ledgers[-1][1])["verdict"] == "infra"
 
 
 async def test_a_failed_reset_loses_the_box(fake, tmp_path):
@@ -385,7 +421,7 @@ async def test_a_failed_reset_loses_the_box(fake, tmp_path):
         with pytest.raises(untax.SandboxLost, match="its reset failed"):
             await box.run(["true"])
         del fake.failures["open_channel"]
-    assert json.loads(service.ledgers[-1])["verdict"] == box.ledger.verdict == "infra"
+    assert json.loads(service.ledgers[-1][1])["verdict"] == box.ledger.verdict == "infra"
     assert not fake.live
 
 
@@ -599,7 +635,7 @@ async def test_a_missing_directory_names_the_remedy(fake, tmp_path):
             pass
 
 
-@pytest.mark.parametrize("url", ["", "unix:", "/tmp/x", "http://localhost", "tcp:x"])
+@pytest.mark.parametrize("url", ["", "unix:", "/tmp/x", "http://", "http://u:p@h", "http://h:x", "https://h/?q", "tcp:x"])
 def test_another_address_is_refused(url):
     with pytest.raises(untax.UsageError):
         untax.connect(url)

@@ -18,13 +18,14 @@ from typing import BinaryIO, Literal, get_args
 from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import FrozenEnv
+from untax.layers.export._tar import write_tar
 from untax.layers.export._tree import Job, Losses, content_bytes, merged_items
 from untax.layers.export.disk import write_ext4, write_squashfs
 from untax.layers.export.initramfs import write_initramfs
 from untax.layers.export.oci import checked_name, write_oci
 from untax.layers.store import LayerStore
 
-Format = Literal["oci", "ext4", "squashfs", "initramfs"]
+Format = Literal["oci", "ext4", "squashfs", "initramfs", "tar"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 Progress = Callable[[str, int, int | None], None]
 """What, bytes done, bytes in all or None."""
@@ -59,11 +60,18 @@ class Exported:
 
 
 def export(
-    store: LayerStore, root: Root, target: Path | BinaryIO, to: Format, options: Options | None = None, *, progress: Progress | None = None
+    store: LayerStore,
+    root: Root,
+    target: Path | BinaryIO,
+    to: Format,
+    options: Options | None = None,
+    *,
+    progress: Progress | None = None,
+    has_total: bool = True,
 ) -> Exported:
     """Write `root` to `target`. A file of that name is replaced in one step once the new one is whole; a pipe gets a stream.
 
-    The layers must stay meanwhile: the caller has them pinned. Blocking. `UsageError` names a tool that is missing here.
+    The layers must stay meanwhile: the caller has them pinned. Without `has_total` progress has none, and nothing is gone through beforehand to find it. Blocking. `UsageError` names a tool that is missing here.
     """
     options = options or Options()
     if to not in FORMATS:
@@ -71,7 +79,7 @@ def export(
     if options.free_mib < 0:
         raise UsageError(f"the room to write must not be negative, and is {options.free_mib} MiB")
     checked_name(options.name)
-    job = Job(root, store.marks, Losses(), _counter(root, store, progress))
+    job = Job(root, store.marks, Losses(), _counter(root, store, progress, has_total))
     with _told():
         if not isinstance(target, Path):
             size = _stream(job, target, to, options)
@@ -109,6 +117,8 @@ def _write_archive(job: Job, out: BinaryIO | _Counted, to: Format, options: Opti
         write_oci(job, out, name=checked_name(options.name), labels=labels)
     elif to == "initramfs":
         write_initramfs(job, out, init=options.init)
+    elif to == "tar":
+        write_tar(merged_items(job.root, job.marks, job.losses), out.write, job.losses, on_bytes=job.on_bytes)
     else:
         raise UsageError(f"{to} is written here and there, not from its beginning to its end: name a file")
 
@@ -125,18 +135,18 @@ class _Counted:
         return self._out.write(data)
 
 
-def _counter(root: Root, store: LayerStore, progress: Progress | None) -> Callable[[int], None]:
+def _counter(root: Root, store: LayerStore, progress: Progress | None, has_total: bool) -> Callable[[int], None]:
     """What is called for each piece of content: adds up and says how far it is. Only who wants to know pays for finding out the total."""
     if progress is None:
         return lambda _: None
     total = done = 0
-    for total in content_bytes(merged_items(root, store.marks, Losses())):
+    for total in content_bytes(merged_items(root, store.marks, Losses())) if has_total else ():
         progress("look at the tree", total, None)
 
     def on_bytes(count: int) -> None:
         nonlocal done
         done += count
-        progress("export", done, max(done, total))
+        progress("export", done, max(done, total) if has_total else None)
 
     return on_bytes
 

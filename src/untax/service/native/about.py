@@ -1,0 +1,41 @@
+"""What the service says about itself: whether its backend works, what it is, and how it is doing."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+import untax
+from untax.service import metrics
+from untax.service.auth import authenticate
+from untax.service.hosting import Hosting
+
+
+async def health(request: Request) -> Response:
+    """200 when a command ran in a sandbox a moment ago, 503 when none does, or while the server drains. Needs no token and tells nothing."""
+    hosting: Hosting = request.app.state.hosting
+    if hosting.is_draining:
+        return JSONResponse({"status": "draining"}, 503, {"retry-after": "1"})
+    if await hosting.probe.trouble() is not None:
+        return JSONResponse({"status": "failing"}, 503, {"retry-after": "1"})
+    return JSONResponse({"status": "ok"})
+
+
+async def prometheus(request: Request) -> Response:
+    hosting: Hosting = request.app.state.hosting
+    authenticate(hosting.tenants, request.headers.raw)
+    return Response(metrics.text(hosting), media_type=metrics.CONTENT_TYPE)
+
+
+async def about(request: Request) -> Response:
+    hosting: Hosting = request.scope["hosting"]
+    substrate = hosting.engine.substrate
+    return JSONResponse(
+        {
+            "release": untax.__version__,
+            "substrate": {"name": substrate.name, "isolation": substrate.isolation},
+            "tenant": request.scope["tenant"].name,
+            "use": hosting.use(request.scope["tenant"]),
+            "trouble": await hosting.probe.trouble(),
+        }
+    )
