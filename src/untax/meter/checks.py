@@ -248,10 +248,20 @@ def _same_ground(run: Gathered) -> Iterator[Finding]:
         for samples in run.cases.values():
             if samples.n:
                 by_tier.setdefault(samples.case.tier, set()).update(samples.limits if what == "limits" else samples.software)
+        apart: dict[str, list[str]] = {}
         for tier, values in by_tier.items():
             if len(values) > 1:
-                said = f"{tier}: substrates were measured with different {what}: {'; '.join(sorted(values))[:300]}"
-                yield Finding(f"different {what}", "note", said, "compare shapes rather than sizes, or give every substrate the same")
+                apart.setdefault(_apart(values), []).append(tier)
+        for words, tiers in apart.items():
+            said = f"{', '.join(sorted(tiers))}: substrates were measured with different {what}: {words[:300]}"
+            yield Finding(f"different {what}", "note", said, "compare shapes rather than sizes, or give every substrate the same")
+
+
+def _apart(values: set[str]) -> str:
+    """Lists of facts, without those that all have."""
+    facts = [value.split(", ") for value in sorted(values)]
+    common = set.intersection(*map(set, facts))
+    return "; ".join(", ".join(fact for fact in one if fact not in common) or "none" for one in facts)
 
 
 # ---- what the paper found ----

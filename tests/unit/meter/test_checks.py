@@ -111,6 +111,15 @@ def test_different_ground_is_said(tmp_path):
     assert "different limits" in found(tmp_path, [records.a_run(), *quiet(), *other, END])
 
 
+def test_only_what_differs_is_said_and_once_for_all_tiers(tmp_path):
+    made = [
+        records.a_trial(Case(name, tier=tier), n, software={"image": image, "workload": tier})
+        for tier in ("T0", "T2") for name, image in (("process", "host"), ("namespace", "debian")) for n in range(2)
+    ]  # fmt: skip
+    said = found(tmp_path, [records.a_run(), *made, END])["different software"].found
+    assert said == "T0, T2: substrates were measured with different software: image debian; image host"
+
+
 def test_commands_that_were_not_timed_inside_are_said(tmp_path):
     trials = quiet(substrate_detail={"inside": "not measured"})
     assert "not timed inside" in found(tmp_path, [records.a_run(), *trials, END])
