@@ -96,9 +96,16 @@ class Box:
             lambda: actions.shell(text, cwd=cwd, env=env, stdin=stdin, user=user, timeout_s=timeout_s, merge=merge, cap=cap),
         )
 
-    def session(self, *, cwd: Name | None = None, env: Mapping[str, str | None] | None = None, user: str | None = None) -> Session:
+    def session(
+        self,
+        *,
+        cwd: Name | None = None,
+        env: Mapping[str, str | None] | None = None,
+        user: str | None = None,
+        resume: Session | None = None,
+    ) -> Session:
         """`with box.session() as bash`."""
-        return Session(self, cwd, env, user)
+        return Session(self, cwd, env, user, resume)
 
     def start(
         self,

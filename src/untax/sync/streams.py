@@ -26,10 +26,13 @@ if TYPE_CHECKING:
 class Session:
     """As `untax.Session`: one bash inside, whose commands run one after another."""
 
-    def __init__(self, box: Box, cwd: Name | None, env: Mapping[str, str | None] | None, user: str | None) -> None:
+    def __init__(
+        self, box: Box, cwd: Name | None, env: Mapping[str, str | None] | None, user: str | None, resume: Session | None = None
+    ) -> None:
         self.pid = 0
         self.is_alive = False
         self._id = 0
+        self._resumed = (resume._id, resume.pid) if resume is not None else None
         self._box = box
         self._channel: object = None
         self._user = user
@@ -43,7 +46,10 @@ class Session:
     def open(self) -> Session:
         """Start the shell; `with` does it too."""
         self._channel = self._box._inner._channel
-        self._id, self.pid = self._box._as_user("session", self._user, self._opening)
+        if self._resumed is not None:
+            self._id, self.pid = self._resumed
+        else:
+            self._id, self.pid = self._box._as_user("session", self._user, self._opening)
         self.is_alive = True
         return self
 
