@@ -1,6 +1,6 @@
 // Requests come as packets of a sequenced socket and carry a number; the answer carries it back. Packet fields are those of
 // wire.h. Requests: u32 seq, u8 op, then
-//   CONFIG   bytes run, bytes dir, bytes image, bytes layers, u32 first_range, u32 ranges
+//   CONFIG   bytes run, bytes dir, bytes image, bytes layers, u32 first_range, u32 ranges, u8 is_ahead
 //   CREATE   bytes id, a layout (layout.h), u8 upper (0 disk, 1 tmpfs), u64 memory, u32 pids, u32 cpu_permille, u64 disk, u64 tmp, u64 shm,
 //            bytes workdir
 //   DESTROY  u32 handle       answered when everything is gone
@@ -228,7 +228,7 @@ static int become_userns_root(void) {
     return io_write_file(AT_FDCWD, "/proc/self/gid_map", map);
 }
 
-static const char *configure(const char *run, const char *dir, const char *image, const char *layers, unsigned first, unsigned ranges, char *why, size_t size) {
+static const char *configure(const char *run, const char *dir, const char *image, const char *layers, unsigned first, unsigned ranges, bool is_ahead, char *why, size_t size) {
     static char boxes[4200], trees[4200];
     const char *step;
     snprintf(boxes, sizeof boxes, "%s/boxes", dir);
@@ -247,7 +247,7 @@ static const char *configure(const char *run, const char *dir, const char *image
     if (mounts_open(&L.mounts, stage, L.in_userns, &step)) return step;
     if (slots_open(first, ranges, L.in_userns)) return "network namespace";
     if (unshare(CLONE_NEWUTS) || sethostname("sandbox", 7) || (L.home_uts = open("/proc/self/ns/uts", O_RDONLY | O_CLOEXEC)) < 0) return "host name";
-    int maker = maker_open();
+    int maker = is_ahead ? maker_open() : -1;  // nobody else makes anything ahead of need
     if (maker >= 0 && watch(maker, tag(SRC_MAKER, 0))) return "memory";
     return NULL;
 }
@@ -255,11 +255,12 @@ static const char *configure(const char *run, const char *dir, const char *image
 static void on_config(uint32_t seq, struct rd *r) {
     char *run = launcher_text(rd_name(r)), *dir = launcher_text(rd_name(r)), *image = launcher_text(rd_name(r)), *layers = launcher_text(rd_name(r));
     unsigned first = rd_u32(r), ranges = rd_u32(r);
+    bool is_ahead = rd_u8(r);
     char why[256];
     if (!run || !dir || !image || !layers || !rd_done(r) || L.ready) {
         launcher_refuse(seq, "request", EINVAL);
     } else {
-        const char *step = configure(run, dir, image, layers, first, ranges, why, sizeof why);
+        const char *step = configure(run, dir, image, layers, first, ranges, is_ahead, why, sizeof why);
         if (step) {
             launcher_refuse(seq, step, errno);
         } else {

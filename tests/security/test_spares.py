@@ -49,6 +49,24 @@ async def test_r7_limits_hold_for_one_that_was_made_ahead_for_others(engine, box
     assert int(roomy.text) == 60 * MIB
 
 
+@pytest.mark.parametrize(("ahead", "waiting"), [(True, True), (False, False)])
+async def test_nothing_is_made_ahead_where_that_is_not_wanted(tmp_path, ahead, waiting):
+    before = {process.pid for process in hostview.below(os.getpid())}  # those of other engines here
+    async with untax.Engine("namespace", state_dir=tmp_path / "state", ahead=ahead) as engine:
+        await quiet(engine, untax.EnvSpec())
+        made_ahead = [p for p in hostview.below(os.getpid()) if p.pid not in before and p.comm in ("cell-waiting", "cell-maker")]
+        async with engine.lease() as box:
+            assert (await box.run(["echo", "still here"])).text == "still here\n"
+
+    assert bool(made_ahead) is waiting
+
+
+@pytest.mark.parametrize("ahead", ["yes", 2, None])
+def test_what_is_neither_true_nor_false_is_told(ahead):
+    with pytest.raises(untax.UsageError, match="ahead must be True or False"):
+        untax.Engine("namespace", ahead=ahead)
+
+
 async def test_an_image_that_was_replaced_is_seen_as_it_is_now(engine, tmp_path):
     """Removed and made again under the same name: what was prepared over the old one is not used."""
     image = tmp_path / "image"

@@ -45,11 +45,13 @@ log = logging.getLogger("untax.namespace")
 Disk = Literal["auto", "tmpfs"]
 
 
-def make(state_dir: str | None = None, disk: Disk = "auto") -> NamespaceSubstrate:
-    """`disk="tmpfs"` keeps what sandboxes write in memory, of the size `disk_mib`."""
+def make(state_dir: str | None = None, disk: Disk = "auto", ahead: bool = True) -> NamespaceSubstrate:
+    """`disk="tmpfs"` keeps what sandboxes write in memory, of the size `disk_mib`; with `ahead=False` nothing is made before it is asked for."""
     if disk not in ("auto", "tmpfs"):
         raise UsageError(f"disk must be 'auto' or 'tmpfs', not {disk!r}")
-    return NamespaceSubstrate(chosen_state_dir(state_dir), disk)
+    if ahead not in (False, True):  # equal to 0 and 1, which is what a command line can say
+        raise UsageError(f"ahead must be True or False, not {ahead!r}")
+    return NamespaceSubstrate(chosen_state_dir(state_dir), disk, is_ahead=bool(ahead))
 
 
 class NamespaceSubstrate:
@@ -58,10 +60,11 @@ class NamespaceSubstrate:
     typical = Typical(start_s=0.005, action_s=0.0003)
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk", "user"))
 
-    def __init__(self, state_dir: Path, disk: Disk) -> None:
+    def __init__(self, state_dir: Path, disk: Disk, *, is_ahead: bool = True) -> None:
         self._state_dir = state_dir
         self._root = state_dir / "namespace"
         self._disk: Disk = disk
+        self._is_ahead = is_ahead
         self._holding: Holding | None = None
         self._launcher: Launcher | None = None
         self._ranges: RangeClaim | None = None
@@ -120,7 +123,7 @@ class NamespaceSubstrate:
                 pack(str(self._holding.path)),
                 pack(image),
                 pack(str(self._state_dir / "layers" / "trees")),
-                struct.pack("<II", first, count),
+                struct.pack("<IIB", first, count, self._is_ahead),
             )
         )
         try:
