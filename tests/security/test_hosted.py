@@ -106,6 +106,29 @@ async def test_a1_what_is_another_tenants_is_not_there(served, client, lease):
     assert (await client.get(f"/v1/leases/{lease}")).status_code == 200
 
 
+async def test_a1_what_others_have_made_ready_has_no_recipe(served):
+    """Set-up commands may hold what only their owner should read; over the held connection as over plain HTTP."""
+    spec = untax.EnvSpec(setup=("echo alices-secret-recipe > /opt/recipe",))
+    async with untax.connect(served.url, token=served.token) as alice:
+        await alice.warm(spec, 1)
+        async with untax.connect(served.url, token="bob-token-0123456789ab") as bob, served.client("bob-token-0123456789ab") as plain:
+            seen = (await bob.pools()).to_json() + (await plain.get("/v1/pools")).text
+    assert '"setup"' in seen or '"idle":1' in seen
+    assert "recipe" not in seen
+
+
+async def test_a2_any_key_is_heard_under_names_of_this_machine_only(tmp_path):
+    """A page of somebody's whose name was made to lead here is refused by the name that its browser sends."""
+    async with hosted(tmp_path, "--any-key") as served, httpx.AsyncClient(base_url=served.url, timeout=10, trust_env=False) as client:
+        port = served.url.rsplit(":", 1)[1]
+        for host, status in (
+            (f"127.0.0.1:{port}", 200), (f"localhost:{port}", 200), ("sandbox.localhost", 200), (f"[::1]:{port}", 200),
+            ("rebound.example", 421), (f"rebound.example:{port}", 421), ("localhost.example", 421), ("127.0.0.1.example", 421), ("", 421),
+        ):  # fmt: skip
+            answer = await client.get("/v1/leases", headers={"x-api-key": "anything-at-all-0123", "host": host})
+            assert answer.status_code == status, (host, answer.text)
+
+
 @pytest.mark.parametrize(
     "options", [("--host", "0.0.0.0"), ("--host", "0.0.0.0", "--any-key"), ("--host", "::"), ("--host", "no.such.host.invalid")]
 )
@@ -134,6 +157,8 @@ async def test_a3_bodies_that_mean_nothing_are_refused_and_cost_nothing(served, 
         answer = await client.post(f"/v1/leases/{lease}/run", content=body)
         assert answer.status_code == 400, (body[:60], answer.text)
     assert (await client.post(f"/v1/leases/{lease}/run", content=b"")).status_code == 400
+    swollen = b'{"argv": [' + b"{}," * (2 << 20) + b"{}]}"  # as objects a hundred times its size
+    assert (await client.post(f"/v1/leases/{lease}/run", content=swollen)).status_code == 413
 
     async def endless():
         for _ in range(256):
@@ -364,6 +389,8 @@ async def test_x21_a_lost_answer_is_asked_for_again_and_is_one_sandbox(served, c
     head = f"POST /v1/leases HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.token}\r\nIdempotency-Key: lost\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as sock:
         sock.sendall(head.encode() + body)
+        while not (await client.get("/v1/leases")).json()["leases"]:  # it is made, and told to nobody
+            await asyncio.sleep(0.01)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset, not a close
     again = await client.post("/v1/leases", content=body, headers={"idempotency-key": "lost"})
     assert again.status_code == 201

@@ -210,7 +210,7 @@ class Operations:
         return Outcome({})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        return Outcome({"pools": self._engine.pools()})
+        return Outcome({"pools": owner.gate.shown(self._engine.pools())})
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:

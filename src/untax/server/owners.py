@@ -20,6 +20,7 @@ from untax.core.errors import UsageError
 if TYPE_CHECKING:
     from untax.core.spec import EnvSpec
     from untax.layers.store import Pin
+    from untax.pool.status import PoolStatus
     from untax.server.answers import Answer
     from untax.snapshot import Snapshot
     from untax.tenancy import Tenancy
@@ -65,6 +66,9 @@ class Gate(Protocol):
 
     def dropped_snapshot(self, snapshot_id: str) -> None: ...
 
+    def shown(self, pools: PoolStatus) -> PoolStatus:
+        """What it may see of the pools."""
+
 
 class Open:
     """For whoever is trusted as the server's own user is."""
@@ -91,6 +95,9 @@ class Open:
 
     def dropped_snapshot(self, snapshot_id: str) -> None:
         pass
+
+    def shown(self, pools: PoolStatus) -> PoolStatus:
+        return pools
 
 
 class Proof(Protocol):

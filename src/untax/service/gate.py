@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from untax.core.errors import PoolTimeout, UntaxError, UsageError
 from untax.core.spec import EnvSpec
+from untax.pool.status import PoolStatus
 from untax.service.errors import Refused
 from untax.service.hosting import Hosting
 from untax.service.tenants import Tenant
@@ -57,6 +58,9 @@ class TenantGate:
 
     def dropped_snapshot(self, snapshot_id: str) -> None:
         self._hosting.engine.chore(self._hosting.kept.forget_dropped(snapshot_id))
+
+    def shown(self, pools: PoolStatus) -> PoolStatus:
+        return self._hosting.shown(pools)
 
 
 def _told(exc: Refused) -> UntaxError:

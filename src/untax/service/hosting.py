@@ -14,11 +14,12 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from untax.core.errors import PoolClosed
 from untax.core.spec import EnvSpec, Limits, require_duration
+from untax.pool.status import PoolStatus
 from untax.server.service import Service
 from untax.service.admission import Admission
 from untax.service.errors import Refused, not_found
@@ -230,12 +231,14 @@ class Hosting:
         self.settings.admission.check_limits(limits)
 
     def pools(self, tenant: Tenant) -> dict[str, Any]:
-        """What the engine keeps ready. What others asked for is nobody's business: recipes are told only where there is one tenant."""
-        found = self.engine.pools().as_dict()
-        if sum(1 for _ in self.tenants) > 1:
-            found["stages"] = [{**stage, "label": "", "key": ""} for stage in found["stages"]]
-        found["use"] = self.use(tenant)
-        return found
+        """What the engine keeps ready, and what of it is the tenant's."""
+        return {**self.shown(self.engine.pools()).as_dict(), "use": self.use(tenant)}
+
+    def shown(self, pools: PoolStatus) -> PoolStatus:
+        """What others asked for is nobody's business: recipes are told only where there is one tenant."""
+        if sum(1 for _ in self.tenants) <= 1:
+            return pools
+        return replace(pools, stages=tuple(replace(stage, label="", key="") for stage in pools.stages))
 
     # ---- limits ----
 

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from untax.core.errors import UntaxError
-from untax.service.bodies import parse_json, read_body
+from untax.service.bodies import JSON_MAX, parse_json, read_body
 from untax.service.errors import Refused, error_body, error_headers, error_response, status_of
 from untax.service.hosting import Holding, Hosting
 from untax.service.native.fields import Field, bad, read
@@ -76,7 +76,8 @@ class Endpoint:
         status = 500
         try:
             with hosting.acting(tenant):
-                raw = await read_body(request, hosting.settings.body_max) if operation.takes_bytes or operation.body is not None else b""
+                most = hosting.settings.body_max if operation.takes_bytes else JSON_MAX  # as objects it is many times its size
+                raw = await read_body(request, most) if operation.takes_bytes or operation.body is not None else b""
                 asked = Asked(
                     hosting,
                     tenant,
