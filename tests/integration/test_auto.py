@@ -15,7 +15,11 @@ from untax.core.errors import UsageError
 from untax.pool.choice import Expected
 from untax.testing import FakeSubstrate
 
-NOTHING_ELSE = {"vm": {"qemu": "/nonexistent/qemu"}, "container": {"socket": "/nonexistent/socket"}}
+NOTHING_ELSE = {
+    "vm": {"qemu": "/nonexistent/qemu"},
+    "container": {"socket": "/nonexistent/socket"},
+    "gvisor": {"runsc": "/nonexistent/runsc"},
+}
 """So that neither a daemon nor an emulated machine of the machine that the tests run on has a say."""
 
 
