@@ -30,7 +30,7 @@ import untax
 
 SMALL = KUBERNETES_IMAGE
 TOOLS = "untax.local/tools:1"
-_loaded: set[tuple[str, int]] = set()  # archives on the nodes of this very cluster
+_loaded: set[tuple[str, int, int]] = set()  # archives on all nodes of this very cluster, when there were so many
 _SCHEDULABLE_S = 90.0  # a node that was thought lost is looked at again within a minute
 _REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -205,7 +205,7 @@ def load(archive: Path) -> None:
     server = state_dir() / "pid" / "etcd"
     if place is None or not server.exists():
         return  # somebody else's cluster, which pulls
-    mark = (str(archive), server.stat().st_mtime_ns)
+    mark = (str(archive), server.stat().st_mtime_ns, _shared._nodes if _shared is not None else 0)
     if mark not in _loaded:
         _loaded.add(mark)
         subprocess.run([place / "load", archive], check=True, capture_output=True, timeout=120)
