@@ -265,6 +265,25 @@ async def test_a11_a_repository_of_the_server_is_no_repository(client):
         assert answer.status_code == 403
 
 
+async def test_a11_the_servers_own_network_is_no_destination(served, client, lease):
+    snapshot = (await client.post(f"/v1/leases/{lease}/snapshots", json={})).json()["snapshot"]
+    for pattern in ("169.254.169.254:80", "127.0.0.1:*", "0.0.0.0/1:*", "localhost:80"):
+        for path, body in (
+            ("/v1/leases", {"spec": {"network": [pattern]}}),
+            ("/v1/leases", {"network": [pattern]}),
+            ("/v1/leases", {"network": [pattern], "snapshot": snapshot}),
+            (f"/v1/snapshots/{snapshot}/forks", {"n": 1, "network": [pattern]}),
+            ("/v1/pools", {"spec": {"network": [pattern]}, "n": 1}),
+            ("/sandboxes", {"templateID": "base", "network": {"allowOut": [pattern.removesuffix(":*")]}}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 403, (path, body)
+    made = (await client.post("/sandboxes", json={"templateID": "base"})).json()["sandboxID"]
+    assert (await client.put(f"/sandboxes/{made}/network", json={"allowOut": ["0.0.0.0/1"]})).status_code == 403
+    async with untax.connect(served.url, token=served.token) as engine:
+        with pytest.raises(untax.UsageError, match="not allowed"):
+            await engine.acquire(network=("127.0.0.1:80",))
+
+
 async def test_a12_nonsense_on_the_held_connection_ends_it_and_nothing_else(served, client, lease):
     """Random bytes, unmasked frames, lengths of 2^63, text, lanes that nobody has: that connection is closed, and no other."""
     host, port = served.url.split("//")[1].rsplit(":", 1)

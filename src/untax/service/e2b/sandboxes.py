@@ -121,13 +121,15 @@ class Sandboxes:
             body.get("autoPauseMemory") is not False,
             bool((body.get("autoResume") or {}).get("enabled")) if isinstance(body.get("autoResume") or {}, Mapping) else False,
         )
+        rules = Rules.parse(body.get("network"), internet if isinstance(internet, bool) else None)
+        self._hosting.check_network(rules.network)
         return Wish(
             template,
             build,
             template.manner(build),
             metadata,
             freeze_env(_texts(body, "envVars", most=10_000)),
-            Rules.parse(body.get("network"), internet if isinstance(internet, bool) else None),
+            rules,
             lifecycle,
             self.checked_timeout(body.get("timeout", TIMEOUT_S), least=0.0),
         )
@@ -286,6 +288,7 @@ class Sandboxes:
             self._hosting.extend(sandbox.holding, timeout_s)
 
     def set_rules(self, sandbox: Sandbox, rules: Rules) -> None:
+        self._hosting.check_network(rules.network)
         sandbox.rules = rules
         if sandbox.state == "running":
             sandbox.box.police(rules.policy())
