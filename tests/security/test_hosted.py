@@ -5,11 +5,13 @@ A12 to A14 are about the agent and its socket, in test_protocol.py and test_serv
 
 import asyncio
 import contextlib
+import io
 import random
 import socket
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -282,6 +284,43 @@ async def test_a11_the_servers_own_network_is_no_destination(served, client, lea
     async with untax.connect(served.url, token=served.token) as engine:
         with pytest.raises(untax.UsageError, match="not allowed"):
             await engine.acquire(network=("127.0.0.1:80",))
+
+
+async def test_a11_a_step_of_one_tenants_build_is_not_anothers(served):
+    """Both say the same of files that differ: the hash of a context is its builder's word."""
+    files = "0" * 64
+    for tenant in ("alice-token-0123456789", "bob-token-0123456789ab"):
+        async with served.client(tenant) as client:
+            assert (
+                await _built(client, tenant, [{"type": "COPY", "args": ["who", "/srv/who"], "filesHash": files}], {files: tenant})
+                == "ready"
+            )
+            made = (await client.post("/sandboxes", json={"templateID": tenant})).json()
+            read = await client.get(
+                "/files?path=/srv/who", headers={"e2b-sandbox-id": made["sandboxID"], "x-access-token": made["envdAccessToken"]}
+            )
+            assert read.text == tenant
+
+
+async def _built(client: httpx.AsyncClient, name: str, steps: list[dict[str, object]], files: dict[str, str | bytes]) -> str:
+    """What becomes of a build with these files, each as a tar of one called `who`, or as the bytes that they are."""
+    asked = (await client.post("/v3/templates", json={"name": name})).json()
+    for files_hash, content in files.items():
+        link = (await client.get(f"/templates/{asked['templateID']}/files/{files_hash}")).json()["url"]
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            entry = tarfile.TarInfo("who")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content.encode() if isinstance(content, str) else content))
+        sent = await client.put(link, content=content if isinstance(content, bytes) else packed.getvalue())
+        assert sent.status_code == 200, sent.text
+    where = f"/templates/{asked['templateID']}/builds/{asked['buildID']}"
+    begun = await client.post(f"/v2{where}", json={"fromImage": "host", "steps": steps})
+    assert begun.status_code == 202, begun.text
+    async with asyncio.timeout(30):
+        while (status := (await client.get(f"{where}/status")).json()["status"]) == "building":
+            await asyncio.sleep(0.05)
+    return str(status)
 
 
 async def test_a12_nonsense_on_the_held_connection_ends_it_and_nothing_else(served, client, lease):

@@ -161,7 +161,8 @@ class Builder:
         self._templates = templates
         self._contexts = contexts
         self._hands = hands
-        self._kept: OrderedDict[str, Snapshot] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Snapshot] = OrderedDict()
+        """By tenant and key: what a key stands for is its tenant's word."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, template: Template, build: Build, body: Mapping[str, Any]) -> None:
@@ -206,9 +207,9 @@ class Builder:
                     if one["force"]:
                         break
                     where = where.after(one)
-                    if where.key in self._kept:
+                    if (template.tenant, where.key) in self._kept:
                         done, position = number, where
-            found: Snapshot | str | None = self._kept[position.key] if done else begun
+            found: Snapshot | str | None = self._kept[template.tenant, position.key] if done else begun
             for number in range(1, done + 1):
                 build.say(f"CACHED [{number}/{len(steps)}] {_words(steps[number - 1])}", step=str(number))
             box = await self._box(build, found)
@@ -257,7 +258,7 @@ class Builder:
             await self._copy(box, build, tenant, position, step, number)
         if kind in ("ENV", "USER"):
             return after  # nothing was written
-        await self._keep(after.key, await box.snapshot())
+        await self._keep((tenant, after.key), await box.snapshot())
         return after
 
     async def _run(self, box: Tenancy, build: Build, argv: list[str], position: Position, step: str) -> None:
@@ -301,7 +302,7 @@ class Builder:
             call = actions.upload(at, _unpacked(file), max_bytes=tree.MAX_BYTES, max_entries=tree.MAX_ENTRIES, timeout_s=STEP_TIMEOUT_S)
             await box._act(call, "upload")
 
-    async def _keep(self, key: str, snapshot: Snapshot) -> None:
+    async def _keep(self, key: tuple[str, str], snapshot: Snapshot) -> None:
         old = self._kept.pop(key, None)
         self._kept[key] = snapshot
         if old is not None:
