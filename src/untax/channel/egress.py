@@ -155,7 +155,7 @@ class Policy:
         found = _address(address)
         if found is None:
             return "that is not an address"
-        found = _embedded(found)
+        found = embedded(found)
         if any(rule.holds(found, port) for rule in self._rules):
             return None
         if found.is_loopback and host == "localhost" and any(r.name == "localhost" and r.names(host, port) for r in self._rules):
@@ -166,7 +166,7 @@ class Policy:
 
 
 def is_public(address: Address) -> bool:
-    address = _embedded(address)
+    address = embedded(address)
     return (
         address.is_global
         and not address.is_multicast
@@ -176,7 +176,7 @@ def is_public(address: Address) -> bool:
     )
 
 
-def _embedded(address: Address) -> Address:
+def embedded(address: Address) -> Address:
     """The IPv4 address that an IPv6 one stands for, if it does."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from untax.channel.egress import Policy
+from untax.channel.egress import Policy, embedded
 from untax.core.errors import UsageError
 
 ALL_TRAFFIC = ("0.0.0.0/0", "::/0")
@@ -101,6 +101,7 @@ class RulesPolicy(Policy):
         self.is_none = not self.is_default_open and not self._rules
 
     def check_name(self, host: str, port: int) -> str | None:
+        host = _meant(host)
         why = super().check_name(host, port)
         if why is None or self.is_none or not self.is_default_open:
             return why
@@ -110,9 +111,17 @@ class RulesPolicy(Policy):
 
     def check_address(self, host: str, address: str, port: int) -> str | None:
         why = super().check_address(host, address, port)
-        if why is not None or self._denied.is_none or super().check_name(host, port) is None:
+        if why is not None or self._denied.is_none or super().check_name(_meant(host), port) is None:
             return why
-        found = ipaddress.ip_address(address)  # of a name that no rule allows: a range that is denied holds for what it resolved to
+        found = embedded(ipaddress.ip_address(address))  # of a name that no rule allows: a range that is denied holds for what it resolved to
         is_allowed = any(rule.holds(found, port) for rule in self._rules)
         is_denied = any(rule.holds(found, port) for rule in self._denied._rules)
         return "denied by the sandbox's network rules" if is_denied and not is_allowed else None
+
+
+def _meant(host: str) -> str:
+    """An address that stands for another is that one; rules are written for it."""
+    try:
+        return str(embedded(ipaddress.ip_address(host)))
+    except ValueError:
+        return host
