@@ -164,6 +164,22 @@ async def test_a_sandbox_ends_at_its_deadline(options):
         await made.get_info()
 
 
+async def test_a_snapshot_of_what_is_paused_without_memory_outlives_the_pause(options):
+    made = await e2b.AsyncSandbox.create("base", timeout=60, **options)
+    await made.files.write("x.txt", "kept")
+    await made.pause(keep_memory=False)
+    template = (await made.create_snapshot()).snapshot_id
+    await made.connect(timeout=60)
+    async with await e2b.AsyncSandbox.create(template, timeout=60, **options) as other:
+        assert await other.files.read("x.txt") == "kept"
+    await made.pause(keep_memory=False)
+    template = (await made.create_snapshot()).snapshot_id
+    assert await e2b.AsyncSandbox.delete_snapshot(template, **options)
+    await made.connect(timeout=60)
+    assert await made.files.read("x.txt") == "kept"
+    await made.kill()
+
+
 async def test_the_network_is_what_the_rules_say(options):
     """A server on this host's loopback is reached where a rule names its address and the operator allowed it, and nowhere else."""
 

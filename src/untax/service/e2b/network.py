@@ -113,7 +113,9 @@ class RulesPolicy(Policy):
         why = super().check_address(host, address, port)
         if why is not None or self._denied.is_none or super().check_name(_meant(host), port) is None:
             return why
-        found = embedded(ipaddress.ip_address(address))  # of a name that no rule allows: a range that is denied holds for what it resolved to
+        found = embedded(
+            ipaddress.ip_address(address)
+        )  # of a name that no rule allows: a range that is denied holds for what it resolved to
         is_allowed = any(rule.holds(found, port) for rule in self._rules)
         is_denied = any(rule.holds(found, port) for rule in self._denied._rules)
         return "denied by the sandbox's network rules" if is_denied and not is_allowed else None

@@ -254,7 +254,7 @@ class Sandboxes:
         sandbox.holding.box, sandbox.kept, sandbox.state = box, None, "running"
         sandbox.moved()
         sandbox.box.police(sandbox.rules.policy())
-        await kept.drop()
+        await self._drop_unnamed(kept)
         await self._begin_start(sandbox, sandbox.holding.extra["build"])
 
     async def wake_for_request(self, sandbox: Sandbox) -> bool:
@@ -279,8 +279,14 @@ class Sandboxes:
         await self._hosting.release(sandbox.holding)
 
     async def _let_go(self, sandbox: Sandbox) -> None:
-        kept, sandbox.kept = sandbox.kept, None
-        if kept is not None:
+        async with sandbox.changing:  # a pause or a snapshot that is under way still needs it
+            kept, sandbox.kept = sandbox.kept, None
+            if kept is not None:
+                await self._drop_unnamed(kept)
+
+    async def _drop_unnamed(self, kept: Snapshot) -> None:
+        """Unless it is a template by now: then it goes with that."""
+        if not self._templates.has_snapshot(kept.id):
             await kept.drop()
 
     def set_timeout(self, sandbox: Sandbox, timeout_s: float) -> None:
@@ -328,7 +334,7 @@ class Sandboxes:
 
         made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
         if snapshot is not sandbox.kept:
-            await snapshot.drop()
+            await self._drop_unnamed(snapshot)
         results: list[Sandbox | UntaxError] = []
         for outcome in made:
             if isinstance(outcome, BaseException) and not isinstance(outcome, UntaxError):
@@ -347,6 +353,9 @@ class Sandboxes:
         """A template with its files as they are now, which outlives it and the server."""
         async with sandbox.changing:
             taken = await self._frozen(sandbox)
+            return await self._named(sandbox, taken, name)
+
+    async def _named(self, sandbox: Sandbox, taken: Snapshot, name: str | None) -> Template:
         saved = await taken.save()
         old: Build = sandbox.holding.extra["build"]
         limits = sandbox.holding.box.spec.limits
@@ -360,7 +369,12 @@ class Sandboxes:
         return template
 
     async def drop(self, snapshots: list[str]) -> None:
+        """Those that no template needs; what a paused sandbox will wake from goes when it does."""
+        paused = (one.extra["sandbox"].kept for one in self._hosting.holdings(dialect="e2b") if "sandbox" in one.extra)
+        needed = {kept.id for kept in paused if kept is not None}
         for one in snapshots:
+            if one in needed:
+                continue
             try:
                 await (await self._engine.find_snapshot(one)).drop()
             except UsageError:

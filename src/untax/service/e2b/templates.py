@@ -178,6 +178,10 @@ class Templates:
             self._admit(EnvSpec(image=image))
         return image
 
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        """Whether a template begins with it."""
+        return any(build.snapshot == snapshot_id for one in self._all.values() for build in one.tags.values())
+
     # ---- making ----
 
     def request(self, tenant: str, body: Mapping[str, Any]) -> tuple[Template, Build]:
