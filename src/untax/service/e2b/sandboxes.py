@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from untax.core.errors import SubstrateUnavailable, UntaxError, UsageError
+from untax.core.errors import SandboxLost, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.spec import freeze_env
 from untax.service.e2b.network import Rules
 from untax.service.e2b.sandbox import DEFAULT_USER, Lifecycle, Manner, Sandbox
@@ -251,6 +251,9 @@ class Sandboxes:
             sandbox.state = "running"
             return
         box = await self._engine.restore(kept, network="all", ttl_s=TTL_MAX_S)
+        if sandbox.holding.ending is not None:  # it was ended meanwhile, and nobody else knows of this box
+            await box.release()
+            raise SandboxLost(sandbox.id, "the sandbox was ended while it woke")
         sandbox.holding.box, sandbox.kept, sandbox.state = box, None, "running"
         sandbox.moved()
         sandbox.box.police(sandbox.rules.policy())
