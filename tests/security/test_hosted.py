@@ -302,6 +302,12 @@ async def test_a11_a_step_of_one_tenants_build_is_not_anothers(served):
             assert read.text == tenant
 
 
+async def test_a8_files_of_a_build_that_cannot_be_unpacked_end_it(client):
+    files = "1" * 64
+    steps = [{"type": "COPY", "args": ["who", "/srv/who"], "filesHash": files}]
+    assert await _built(client, "broken", steps, {files: b"\x1f\x8b" + b"nothing of the kind"}) == "error"
+
+
 async def _built(client: httpx.AsyncClient, name: str, steps: list[dict[str, object]], files: dict[str, str | bytes]) -> str:
     """What becomes of a build with these files, each as a tar of one called `who`, or as the bytes that they are."""
     asked = (await client.post("/v3/templates", json={"name": name})).json()

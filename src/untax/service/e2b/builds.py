@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import posixpath
 import re
 import shutil
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.snapshot import Snapshot
     from untax.tenancy import Tenancy
+
+log = logging.getLogger("untax.service.e2b")
 
 STEP_TIMEOUT_S = 3600.0
 CONTEXT_MAX = 2 << 30  # bytes of one upload of files for a build
@@ -226,17 +229,15 @@ class Builder:
             build.say("Build finished")
             self._templates.finished(template, build)
         except asyncio.CancelledError:
-            self._failed(template, build, step, "the server was stopped")
+            _failed(build, step, "the server was stopped")
             raise
         except StepFailed as exc:
-            self._failed(template, build, exc.step, str(exc))
+            _failed(build, exc.step, str(exc))
         except (UntaxError, OSError) as exc:
-            self._failed(template, build, step, str(exc))
-
-    def _failed(self, template: Template, build: Build, step: str, message: str) -> None:
-        build.say(message, "error", step)
-        build.status, build.reason = "error", {"message": message, "step": step}
-        del template  # stays pending, to be asked about
+            _failed(build, step, str(exc))
+        except Exception as exc:  # a bug here, or files that are none: its builder waits for an end, and the log says where
+            log.exception("a build broke at its step %s", step)
+            _failed(build, step, f"the build broke: {type(exc).__name__}")
 
     async def _box(self, build: Build, found: Snapshot | str | None) -> Tenancy:
         spec = build.spec(self._engine.substrate.isolation, self._hands())
@@ -319,6 +320,12 @@ class Builder:
             return
         snapshot = await box.snapshot()
         build.snapshot = await snapshot.save()
+
+
+def _failed(build: Build, step: str, message: str) -> None:
+    """It stays pending, to be asked about."""
+    build.say(message, "error", step)
+    build.status, build.reason = "error", {"message": message, "step": step}
 
 
 def _unpacked(file: Any) -> Iterator[bytes]:
