@@ -408,6 +408,24 @@ async def test_a17_more_connections_and_snapshots_than_allowed_are_refused(serve
         assert (await box.run(["true"])).exit_code == 0
 
 
+async def test_a17_what_e2bs_dialect_makes_counts_as_everything_does(served, client):
+    files = "2" * 64
+    steps = [{"type": "COPY", "args": ["who", "/srv/who"], "filesHash": files}, {"type": "RUN", "args": ["sleep 2"]}]
+    building = asyncio.ensure_future(_built(client, "slow", steps, {files: "me"}))
+    async with asyncio.timeout(20):
+        while (await client.get("/v1/about")).json()["use"]["leases"] == 0:
+            await asyncio.sleep(0.02)
+    assert await building == "ready"
+    assert (await client.get("/v1/about")).json()["use"]["leases"] == 0
+    template = (await client.get("/templates")).json()[0]["templateID"]
+    assert (await client.get(f"/templates/{template}/files/{files}")).json()["present"] is False
+    async with served.client("bob-token-0123456789ab") as bob:  # who may have one snapshot
+        made = (await bob.post("/sandboxes", json={"templateID": "base"})).json()["sandboxID"]
+        asked = [(await bob.post(f"/sandboxes/{made}/snapshots", json={})).status_code for _ in range(2)]
+        lease = (await bob.post("/v1/leases", json={})).json()["lease"]
+        assert [*asked, (await bob.post(f"/v1/leases/{lease}/snapshots", json={})).status_code] == [201, 429, 429]
+
+
 async def test_a18_a_stream_that_nobody_reads_costs_a_bounded_buffer(served, client, lease):
     """A client that stops reading: the command meets its deadline, the server's memory stays, and others go on."""
     before = _rss_mib(served.process.pid)

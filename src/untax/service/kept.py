@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ class Kept:
         self._live: dict[str, tuple[str, Snapshot]] = {}
         self._saved: dict[str, str] = _read(self._path)
         self._writing = asyncio.Lock()
+        self.others: list[Callable[[Tenant], int]] = []
+        """That say how many a dialect keeps by itself; they count as these do."""
 
     def ids(self, tenant: Tenant) -> list[str]:
         mine = {snapshot_id for snapshot_id, (name, _) in self._live.items() if name == tenant.name}
@@ -33,7 +36,7 @@ class Kept:
 
     def check_room(self, tenant: Tenant) -> None:
         most = tenant.allowance.snapshots
-        if len(self.ids(tenant)) >= most:
+        if len(self.ids(tenant)) + sum(count(tenant) for count in self.others) >= most:
             raise Refused(429, "TooMany", f"{tenant.name} has {most} snapshots already: drop some of them", retry_after_s=1.0)
 
     def is_owned(self, tenant: Tenant, snapshot_id: str) -> bool:

@@ -182,6 +182,10 @@ class Templates:
         """Whether a template begins with it."""
         return any(build.snapshot == snapshot_id for one in self._all.values() for build in one.tags.values())
 
+    def snapshots(self, tenant: str) -> int:
+        """How many the templates of `tenant` begin with."""
+        return len({build.snapshot for one in self._all.values() if one.tenant == tenant for build in one.tags.values()} - {None})
+
     # ---- making ----
 
     def request(self, tenant: str, body: Mapping[str, Any]) -> tuple[Template, Build]:
