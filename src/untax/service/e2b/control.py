@@ -22,7 +22,7 @@ from untax.core.errors import SandboxLost, SubstrateUnavailable, UntaxError, Usa
 from untax.service.auth import authenticate
 from untax.service.bodies import read_json
 from untax.service.e2b.builds import UPLOAD_S, Builder, Contexts
-from untax.service.e2b.models import moment
+from untax.service.e2b.models import moment, whole
 from untax.service.e2b.sandbox import Sandbox
 from untax.service.e2b.sandboxes import FORKS_MAX, TIMEOUT_S, Sandboxes
 from untax.service.e2b.templates import Templates
@@ -352,9 +352,9 @@ class Control:
 def _whole(text: str | None, name: str) -> int | None:
     if text is None:
         return None
-    if not text.lstrip("-").isdigit() or len(text) > 15:
+    if (number := whole(text)) is None:
         raise UsageError(f"{name} is not a whole number")
-    return int(text)
+    return number
 
 
 def _metadata(text: str | None) -> dict[str, str]:
