@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from untax.core.errors import BackendError, UntaxError, UsageError
+from untax.layers._durable import replace_whole
 from untax.service.errors import Refused, not_found
 from untax.service.tenants import Tenant
 
@@ -112,11 +112,4 @@ def _read(path: Path) -> dict[str, str]:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    new = path.with_suffix(".new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(fd, text.encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    new.replace(path)
+    replace_whole(path, text.encode())

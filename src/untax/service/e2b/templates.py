@@ -7,7 +7,7 @@ file in the state directory; the layers are the store's.
 from __future__ import annotations
 
 import json
-import os
+import logging
 import re
 import secrets
 import time
@@ -19,9 +19,12 @@ from typing import Any
 
 from untax.core.errors import UsageError
 from untax.core.spec import EnvSpec, Limits
+from untax.layers._durable import replace_whole
 from untax.service.e2b.models import ENVD_VERSION, moment
 from untax.service.e2b.sandbox import DEFAULT_USER, Manner
 from untax.service.errors import Refused
+
+log = logging.getLogger("untax.service.e2b")
 
 DEFAULT_TAG = "default"
 BASE = "base"
@@ -265,18 +268,21 @@ class Templates:
 
     def load(self) -> None:
         try:
-            document = json.loads(self._place.read_bytes())
+            found = _read(self._place)
         except FileNotFoundError:
             return
-        if document.get("format") != _FORMAT:
-            raise UsageError(f"{self._place} is of another release; move it away, and build the templates again")
-        for data in document["templates"]:
-            builds = {one["id"]: Build(**{**one, "logs": deque(maxlen=_LOGS_MAX)}) for one in data["builds"]}
-            tags = {tag: builds[build] for tag, build in data["tags"].items()}
-            self.add(Template(data["id"], data["tenant"], data["name"], tags, origin=data["origin"], created=data["created"]))
+        except UsageError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+            aside = self._place.with_suffix(".damaged")
+            self._place.rename(aside)
+            log.warning("%s is damaged (%s) and was moved to %s: its templates have to be built again", self._place, exc, aside.name)
+            return
+        for template in found:
+            self.add(template)
 
     def save(self) -> None:
-        """Atomically; what is being built is not in it."""
+        """Whole or not at all, also when the machine dies; what is being built is not in it."""
         templates = []
         for one in self._all.values():
             builds = {build.id: {**asdict(replace(build, logs=deque())), "logs": []} for build in one.tags.values()}
@@ -294,9 +300,19 @@ class Templates:
                     }
                 )
         self._place.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._place.with_suffix(".new")
-        draft.write_text(json.dumps({"format": _FORMAT, "templates": templates}))
-        os.replace(draft, self._place)
+        replace_whole(self._place, json.dumps({"format": _FORMAT, "templates": templates}).encode())
+
+
+def _read(place: Path) -> list[Template]:
+    document = json.loads(place.read_bytes())
+    if document["format"] != _FORMAT:
+        raise UsageError(f"{place} is of another release; move it away, and build the templates again")
+    found = []
+    for data in document["templates"]:
+        builds = {one["id"]: Build(**{**one, "logs": deque(maxlen=_LOGS_MAX)}) for one in data["builds"]}
+        tags = {tag: builds[build] for tag, build in data["tags"].items()}
+        found.append(Template(data["id"], data["tenant"], data["name"], tags, origin=data["origin"], created=data["created"]))
+    return found
 
 
 def _number(body: Mapping[str, Any], name: str, most: int) -> int | None:

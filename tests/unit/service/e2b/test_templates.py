@@ -85,3 +85,27 @@ def test_a_step_changes_the_key_and_what_follows_begins_with():
 def test_steps_that_are_none_are_refused(steps):
     with pytest.raises(UsageError):
         checked_steps(steps)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "templates": [{"id": "t"}]}', '{"format": 1, "templates": [7]}']
+)
+def test_a_damaged_register_is_set_aside_and_stops_nobody(tmp_path, caplog, text):
+    templates = register(tmp_path)
+    place = tmp_path / "e2b" / "templates.json"
+    place.parent.mkdir()
+    place.write_text(text)
+    templates.load()
+    assert list(templates) == [] and place.with_suffix(".damaged").read_text() == text and "damaged" in caplog.text
+    templates.save()
+    register(tmp_path).load()
+    assert place.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_register_of_another_release_is_not_touched(tmp_path):
+    place = tmp_path / "e2b" / "templates.json"
+    place.parent.mkdir()
+    place.write_text('{"format": 9}')
+    with pytest.raises(UsageError):
+        register(tmp_path).load()
+    assert place.exists()
