@@ -130,9 +130,10 @@ class Policy:
         self._rules = () if isinstance(network, str) else tuple(_Rule.parse(pattern) for pattern in network)
         self.is_none = not self.is_open and not self._rules
 
-    def is_within(self, allowed: Policy) -> bool:
-        """Whether every pattern that opens private or local addresses is covered by one of `allowed`."""
-        return all(any(one.covers(rule) for one in allowed._rules) for rule in self._rules if rule.is_local)
+    def is_within(self, allowed: Policy, own: Sequence[Address] = ()) -> bool:
+        """Whether every pattern that opens private or local addresses, or one of `own`, is covered by one of `allowed`."""
+        opening = (rule for rule in self._rules if rule.is_local or any(rule.network and one in rule.network for one in own))
+        return all(any(one.covers(rule) for one in allowed._rules) for rule in opening)
 
     def check_name(self, host: str, port: int) -> str | None:
         """Why a destination is refused before it is resolved, or None. `host` is as `clean_host` gives it."""

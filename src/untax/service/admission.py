@@ -7,11 +7,14 @@ server can reach; so both are named at start-up (`--allow-image`, `--allow-repo`
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from untax.channel.egress import Policy
+from untax.channel.egress import Address, Policy
 from untax.core.spec import EnvSpec, Limits
 from untax.service.errors import Refused
 
@@ -47,7 +50,7 @@ class Admission:
             return
         if not self.networks:
             raise Refused(403, "NotAllowed", "no sandbox of this server may have a network")
-        if not Policy(network).is_within(self.reachable()):
+        if not Policy(network).is_within(self.reachable(), own_addresses()):
             raise Refused(
                 403, "NotAllowed", "private and local addresses are not allowed here; the server's --allow-network names those that are"
             )
@@ -63,3 +66,19 @@ class Admission:
             given, most = getattr(limits, name), getattr(self.most, name)
             if given > most:
                 raise Refused(400, "UsageError", f"limits.{name} may be {most:g} at most on this server, not {given:g}")
+
+
+def own_addresses() -> list[Address]:
+    """Of this host, as its kernel says: its services are there, also where the address is a public one."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        address = ""
+        for line in Path("/proc/net/fib_trie").read_text().splitlines():
+            if "|-- " in line:
+                address = line.rpartition(" ")[2]
+            elif line.endswith("/32 host LOCAL"):
+                found.add(address)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            found.add(":".join(line[at : at + 4] for at in range(0, 32, 4)))
+    return [ipaddress.ip_address(one) for one in sorted(found)]

@@ -1,5 +1,6 @@
 """Who may use the service: token files, keys, addresses, and the bodies that are read."""
 
+import ipaddress
 import os
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import untax
-from untax.service.admission import Admission
+from untax.service.admission import Admission, own_addresses
 from untax.service.auth import token_in
 from untax.service.bodies import parse_json
 from untax.service.errors import Refused
@@ -122,3 +123,15 @@ def test_where_there_is_no_network_none_is_bound_late_either():
     with pytest.raises(Refused):
         Admission(networks=False).check_network("all")
     Admission(networks=False).check_network(None)
+
+
+def test_a_public_address_of_the_server_is_its_own_too(monkeypatch):
+    assert ipaddress.ip_address("127.0.0.1") in own_addresses()
+    monkeypatch.setattr(
+        "untax.service.admission.own_addresses", lambda: [ipaddress.ip_address("9.9.9.9"), ipaddress.ip_address("2620:fe::fe")]
+    )
+    Admission().check_network(("8.8.8.8:*", "[2620:fe::9]:53", "*:*"))
+    for pattern in ("9.9.9.9:443", "9.0.0.0/8:*", "[2620:fe::/48]:53"):
+        with pytest.raises(Refused):
+            Admission().check_network((pattern,))
+    Admission(private=("9.9.9.9",)).check_network(("9.9.9.9:443",))
