@@ -289,7 +289,7 @@ class Builder:
                 await self._hosting.release(held)
             build.status = "ready"
             build.say("Build finished")
-            self._templates.finished(template, build)
+            await self._templates.finished(template, build)
         except asyncio.CancelledError:
             _failed(build, step, "the server was stopped")
             raise

@@ -283,7 +283,7 @@ class Control:
 
     async def template_delete(self, request: Request, tenant: Tenant) -> Response:
         template = self._templates.find(tenant.name, unquote(request.path_params["id"]))
-        await self._sandboxes.drop(self._templates.remove(template))
+        await self._sandboxes.drop(await self._templates.remove(template))
         return Response(status_code=204)
 
     async def build_start(self, request: Request, tenant: Tenant) -> Response:
@@ -297,12 +297,12 @@ class Control:
 
     async def tags_assign(self, request: Request, tenant: Tenant) -> Response:
         body = await read_json(request)
-        build = self._templates.assign(tenant.name, str(body.get("target", "")), body.get("tags"))
+        build = await self._templates.assign(tenant.name, str(body.get("target", "")), body.get("tags"))
         return answer({"tags": body["tags"], "buildID": build.id}, 201)
 
     async def tags_remove(self, request: Request, tenant: Tenant) -> Response:
         body = await read_json(request)
-        self._templates.unassign(tenant.name, str(body.get("name", "")), body.get("tags"))
+        await self._templates.unassign(tenant.name, str(body.get("name", "")), body.get("tags"))
         return Response(status_code=204)
 
     async def tags(self, request: Request, tenant: Tenant) -> Response:

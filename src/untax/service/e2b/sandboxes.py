@@ -369,7 +369,7 @@ class Sandboxes:
         )  # fmt: skip
         template = Template(f"s{saved.removeprefix('snap-')}", sandbox.holding.tenant.name, name, {"default": build}, origin=sandbox.id)
         self._templates.add(template)
-        self._templates.save()
+        await self._templates.save()
         return template
 
     async def drop(self, snapshots: list[str]) -> None:
