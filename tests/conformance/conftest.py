@@ -72,7 +72,7 @@ def engine(request, _runner, tmp_path_factory):
         served = _runner.run(started(tmp_path_factory.mktemp("socket") / "s", state, substrate=name))
         engine = untax.connect(served.url)
     elif request.param.is_hosted:
-        served = _runner.run(hosted.started(state, "--allow-image", "*", "--allow-repo", "*", substrate=name))
+        served = _runner.run(hosted.started(state, "--allow-image", "*", "--allow-repo", "*", "--allow-network", "*", substrate=name))
         engine = untax.connect(served.url, token=served.token)
     else:
         engine = untax.Engine(name, state_dir=state, **options)

@@ -21,7 +21,7 @@ DOMAIN = "e2b.localhost"
 
 @pytest.fixture(scope="module")
 async def server(tmp_path_factory):
-    async with hosting.hosted(tmp_path_factory.mktemp("e2b")) as served:
+    async with hosting.hosted(tmp_path_factory.mktemp("e2b"), "--allow-network", "127.0.0.1") as served:
         yield served
 
 
@@ -164,8 +164,24 @@ async def test_a_sandbox_ends_at_its_deadline(options):
         await made.get_info()
 
 
+async def test_a_snapshot_of_what_is_paused_without_memory_outlives_the_pause(options):
+    made = await e2b.AsyncSandbox.create("base", timeout=60, **options)
+    await made.files.write("x.txt", "kept")
+    await made.pause(keep_memory=False)
+    template = (await made.create_snapshot()).snapshot_id
+    await made.connect(timeout=60)
+    async with await e2b.AsyncSandbox.create(template, timeout=60, **options) as other:
+        assert await other.files.read("x.txt") == "kept"
+    await made.pause(keep_memory=False)
+    template = (await made.create_snapshot()).snapshot_id
+    assert await e2b.AsyncSandbox.delete_snapshot(template, **options)
+    await made.connect(timeout=60)
+    assert await made.files.read("x.txt") == "kept"
+    await made.kill()
+
+
 async def test_the_network_is_what_the_rules_say(options):
-    """A server on this host's loopback is reached where a rule names its address, and nowhere else."""
+    """A server on this host's loopback is reached where a rule names its address and the operator allowed it, and nowhere else."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -178,6 +194,8 @@ async def test_the_network_is_what_the_rules_say(options):
     made = await e2b.AsyncSandbox.create("base", timeout=60, network={"allow_out": ["127.0.0.1"]}, **options)
     try:
         assert (await made.commands.run(ask)).stdout == "reached"
+        with pytest.raises(e2b.SandboxException, match="not allowed"):
+            await made.update_network({"allow_out": ["169.254.169.254"]})
         await made.update_network({"deny_out": ["0.0.0.0/0"]})
         assert "reached" not in (await made.commands.run(f"{ask} || true")).stdout
     finally:

@@ -103,7 +103,7 @@ async def test_x21_a_lease_whose_answer_was_lost_is_asked_for_again_and_is_the_s
     async with hosted(tmp_path) as served, served.client() as client, _cutting(served.url) as proxy:
         async with untax.connect(proxy.url, token=served.token) as engine:
             proxy.is_deaf = True
-            coming = asyncio.ensure_future(engine.acquire(network=("127.0.0.1:1",)))
+            coming = asyncio.ensure_future(engine.acquire(network=("example.invalid:1",)))
             while (await client.get("/v1/about")).json()["use"]["leases"] == 0:
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.1)

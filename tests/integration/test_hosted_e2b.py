@@ -85,3 +85,39 @@ async def test_without_a_key_it_says_so(monkeypatch):
 async def test_a_key_that_the_provider_does_not_know_is_said(options):
     with pytest.raises(untax.SubstrateUnavailable, match="does not know the key"):
         await untax.Engine("hosted:e2b", **{**options, "api_key": "e2b_" + "0" * 40}).start()
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "unanswered"])
+async def test_a_create_whose_answer_nobody_got_leaves_no_sandbox(options, monkeypatch, is_cancelled):
+    create, is_made = e2b.AsyncSandbox.create, asyncio.Event()
+
+    async def unanswered(*args, **kwargs):
+        await create(*args, **kwargs)
+        is_made.set()
+        await asyncio.sleep(0.3 if is_cancelled else 0)
+        raise e2b.TimeoutException("no answer")
+
+    monkeypatch.setattr(e2b.AsyncSandbox, "create", unanswered)
+    substrate = substrates.load("hosted:e2b", **options)
+    making = asyncio.ensure_future(substrate.create(untax.EnvSpec(isolation="namespace")))
+    await is_made.wait()
+    if is_cancelled:
+        making.cancel()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else untax.CreateError):
+        await making
+    await substrate.aclose()
+    assert await left(options) == []
+
+
+async def test_a_sandbox_outlives_its_time_while_its_engine_lives(options):
+    async with untax.Engine("hosted:e2b", **options, timeout_s=2) as engine, engine.lease() as box:
+        await asyncio.sleep(3)
+        assert (await box.run(["echo", "here"])).text == "here\n"
+
+
+async def test_a_machine_is_not_told_by_its_id_alone(options, monkeypatch):
+    before = substrates.load("hosted:e2b", **options)._owner
+    assert substrates.load("hosted:e2b", **options)._owner == before
+    here = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **how: here("/proc/self/ns/uts" if path == "/proc/self/ns/pid" else path, **how))
+    assert substrates.load("hosted:e2b", **options)._owner != before

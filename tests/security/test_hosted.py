@@ -5,11 +5,13 @@ A12 to A14 are about the agent and its socket, in test_protocol.py and test_serv
 
 import asyncio
 import contextlib
+import io
 import random
 import socket
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -290,6 +292,68 @@ async def test_a11_a_repository_of_the_server_is_no_repository(client):
         assert answer.status_code == 403
 
 
+async def test_a11_the_servers_own_network_is_no_destination(served, client, lease):
+    snapshot = (await client.post(f"/v1/leases/{lease}/snapshots", json={})).json()["snapshot"]
+    for pattern in ("169.254.169.254:80", "127.0.0.1:*", "0.0.0.0/1:*", "localhost:80"):
+        for path, body in (
+            ("/v1/leases", {"spec": {"network": [pattern]}}),
+            ("/v1/leases", {"network": [pattern]}),
+            ("/v1/leases", {"network": [pattern], "snapshot": snapshot}),
+            (f"/v1/snapshots/{snapshot}/forks", {"n": 1, "network": [pattern]}),
+            ("/v1/pools", {"spec": {"network": [pattern]}, "n": 1}),
+            ("/sandboxes", {"templateID": "base", "network": {"allowOut": [pattern.removesuffix(":*")]}}),
+        ):
+            assert (await client.post(path, json=body)).status_code == 403, (path, body)
+    made = (await client.post("/sandboxes", json={"templateID": "base"})).json()["sandboxID"]
+    assert (await client.put(f"/sandboxes/{made}/network", json={"allowOut": ["0.0.0.0/1"]})).status_code == 403
+    async with untax.connect(served.url, token=served.token) as engine:
+        with pytest.raises(untax.UsageError, match="not allowed"):
+            await engine.acquire(network=("127.0.0.1:80",))
+
+
+async def test_a11_a_step_of_one_tenants_build_is_not_anothers(served):
+    """Both say the same of files that differ: the hash of a context is its builder's word."""
+    files = "0" * 64
+    for tenant in ("alice-token-0123456789", "bob-token-0123456789ab"):
+        async with served.client(tenant) as client:
+            assert (
+                await _built(client, tenant, [{"type": "COPY", "args": ["who", "/srv/who"], "filesHash": files}], {files: tenant})
+                == "ready"
+            )
+            made = (await client.post("/sandboxes", json={"templateID": tenant})).json()
+            read = await client.get(
+                "/files?path=/srv/who", headers={"e2b-sandbox-id": made["sandboxID"], "x-access-token": made["envdAccessToken"]}
+            )
+            assert read.text == tenant
+
+
+async def test_a8_files_of_a_build_that_cannot_be_unpacked_end_it(client):
+    files = "1" * 64
+    steps = [{"type": "COPY", "args": ["who", "/srv/who"], "filesHash": files}]
+    assert await _built(client, "broken", steps, {files: b"\x1f\x8b" + b"nothing of the kind"}) == "error"
+
+
+async def _built(client: httpx.AsyncClient, name: str, steps: list[dict[str, object]], files: dict[str, str | bytes]) -> str:
+    """What becomes of a build with these files, each as a tar of one called `who`, or as the bytes that they are."""
+    asked = (await client.post("/v3/templates", json={"name": name})).json()
+    for files_hash, content in files.items():
+        link = (await client.get(f"/templates/{asked['templateID']}/files/{files_hash}")).json()["url"]
+        packed = io.BytesIO()
+        with tarfile.open(fileobj=packed, mode="w") as tar:
+            entry = tarfile.TarInfo("who")
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content.encode() if isinstance(content, str) else content))
+        sent = await client.put(link, content=content if isinstance(content, bytes) else packed.getvalue())
+        assert sent.status_code == 200, sent.text
+    where = f"/templates/{asked['templateID']}/builds/{asked['buildID']}"
+    begun = await client.post(f"/v2{where}", json={"fromImage": "host", "steps": steps})
+    assert begun.status_code == 202, begun.text
+    async with asyncio.timeout(30):
+        while (status := (await client.get(f"{where}/status")).json()["status"]) == "building":
+            await asyncio.sleep(0.05)
+    return str(status)
+
+
 async def test_a12_nonsense_on_the_held_connection_ends_it_and_nothing_else(served, client, lease):
     """Random bytes, unmasked frames, lengths of 2^63, text, lanes that nobody has: that connection is closed, and no other."""
     host, port = served.url.split("//")[1].rsplit(":", 1)
@@ -367,6 +431,24 @@ async def test_a17_more_connections_and_snapshots_than_allowed_are_refused(serve
             assert (await other.run(["true"])).exit_code == 0
     async with untax.connect(served.url, token=bob) as again, again.lease() as box:
         assert (await box.run(["true"])).exit_code == 0
+
+
+async def test_a17_what_e2bs_dialect_makes_counts_as_everything_does(served, client):
+    files = "2" * 64
+    steps = [{"type": "COPY", "args": ["who", "/srv/who"], "filesHash": files}, {"type": "RUN", "args": ["sleep 2"]}]
+    building = asyncio.ensure_future(_built(client, "slow", steps, {files: "me"}))
+    async with asyncio.timeout(20):
+        while (await client.get("/v1/about")).json()["use"]["leases"] == 0:
+            await asyncio.sleep(0.02)
+    assert await building == "ready"
+    assert (await client.get("/v1/about")).json()["use"]["leases"] == 0
+    template = (await client.get("/templates")).json()[0]["templateID"]
+    assert (await client.get(f"/templates/{template}/files/{files}")).json()["present"] is False
+    async with served.client("bob-token-0123456789ab") as bob:  # who may have one snapshot
+        made = (await bob.post("/sandboxes", json={"templateID": "base"})).json()["sandboxID"]
+        asked = [(await bob.post(f"/sandboxes/{made}/snapshots", json={})).status_code for _ in range(2)]
+        lease = (await bob.post("/v1/leases", json={})).json()["lease"]
+        assert [*asked, (await bob.post(f"/v1/leases/{lease}/snapshots", json={})).status_code] == [201, 429, 429]
 
 
 async def test_a18_a_stream_that_nobody_reads_costs_a_bounded_buffer(served, client, lease):

@@ -34,6 +34,15 @@ _PATTERN = re.compile(r"(?:\*|(?:\*\.)?[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,6
 # Answers to instances of one provider at an address that is otherwise an ordinary one.
 _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+# What `is_public` refuses, as ranges that others can be compared to. Of IPv6 only 2000::/3 is public, without what stands for something else.
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(one)
+    for one in (
+        "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "168.63.129.16/32", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+        "192.0.2.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/3",
+        "::/3", "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20", "4000::/2", "8000::/1",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,24 @@ class _Rule:
             return False
         return address.version == self.network.version and address in self.network
 
+    @property
+    def is_local(self) -> bool:
+        """Whether it opens anything beside public addresses."""
+        if self.network is None:
+            return self.name == "localhost"
+        ends = self.network[0], self.network[-1]
+        return not all(is_public(one) for one in ends) or any(
+            one.version == self.network.version and one.overlaps(self.network) for one in _NOT_PUBLIC
+        )
+
+    def covers(self, other: _Rule) -> bool:
+        """Whether all that `other` opens is opened by this one too."""
+        if self.port is not None and self.port != other.port:
+            return False
+        if self.network is None or other.network is None:
+            return self.name == "*" or (self.network is other.network and self.name == other.name)
+        return other.network.version == self.network.version and other.network.subnet_of(self.network)  # type: ignore[arg-type]
+
 
 class Policy:
     """`"none"`, `"all"`, or patterns `host:port`.
@@ -102,6 +129,11 @@ class Policy:
         self.is_open = network == "all"
         self._rules = () if isinstance(network, str) else tuple(_Rule.parse(pattern) for pattern in network)
         self.is_none = not self.is_open and not self._rules
+
+    def is_within(self, allowed: Policy, own: Sequence[Address] = ()) -> bool:
+        """Whether every pattern that opens private or local addresses, or one of `own`, is covered by one of `allowed`."""
+        opening = (rule for rule in self._rules if rule.is_local or any(rule.network and one in rule.network for one in own))
+        return all(any(one.covers(rule) for one in allowed._rules) for rule in opening)
 
     def check_name(self, host: str, port: int) -> str | None:
         """Why a destination is refused before it is resolved, or None. `host` is as `clean_host` gives it."""
@@ -124,7 +156,7 @@ class Policy:
         found = _address(address)
         if found is None:
             return "that is not an address"
-        found = _embedded(found)
+        found = embedded(found)
         if any(rule.holds(found, port) for rule in self._rules):
             return None
         if found.is_loopback and host == "localhost" and any(r.name == "localhost" and r.names(host, port) for r in self._rules):
@@ -135,7 +167,7 @@ class Policy:
 
 
 def is_public(address: Address) -> bool:
-    address = _embedded(address)
+    address = embedded(address)
     return (
         address.is_global
         and not address.is_multicast
@@ -145,7 +177,7 @@ def is_public(address: Address) -> bool:
     )
 
 
-def _embedded(address: Address) -> Address:
+def embedded(address: Address) -> Address:
     """The IPv4 address that an IPv6 one stands for, if it does."""
     if isinstance(address, ipaddress.IPv6Address):
         inner = address.ipv4_mapped or address.sixtofour or (address.teredo[1] if address.teredo else None)

@@ -39,6 +39,7 @@ class Http:
     state_dir: str | None
     allow_image: tuple[str, ...] = ()
     allow_repo: tuple[str, ...] = ()
+    allow_network: tuple[str, ...] = ()
     domain: str | None = None
     base_image: str = "host"
     images: Mapping[str, str] = field(default_factory=dict)
@@ -48,6 +49,8 @@ class Http:
         self.address.check_safe(has_tokens=self.token_file is not None, any_key=self.any_key)
         if self.domain is not None and (not _DOMAIN.fullmatch(self.domain) or not self.port or self.tls_cert is None):
             raise UsageError("--domain is a name such as sandboxes.example.org; it wants a --port, and --tls-cert and --tls-key for *.NAME")
+        self.admission = Admission(("host", *self.allow_image), self.allow_repo, private=self.allow_network)
+        self.admission.reachable()  # reads every pattern
         self.spans = telemetry.from_environment()
         self.key_file = Path(self.token_file or _key_path(self.state_dir))
         self.tenants: Tenants = read_tenants(
@@ -57,7 +60,7 @@ class Http:
     async def start(self, owners: Service, stack: contextlib.AsyncExitStack) -> tuple[Hosting, dict[str, object]]:
         """Listen until `stack` is left. Gives what can be drained, and what is to be said."""
         settings = Settings(
-            admission=Admission(("host", *self.allow_image), self.allow_repo),
+            admission=self.admission,
             domain=self._shown_domain,
             extra={"e2b_image": self.base_image, "e2b_images": dict(self.images)},
         )

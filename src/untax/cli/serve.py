@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="images that clients may name beside host, as a shell's pattern; repeatable",
     )
     http.add_argument("--allow-repo", action="append", metavar="PATTERN", help="repositories that clients may name, by URL; repeatable")
+    http.add_argument(
+        "--allow-network",
+        action="append",
+        metavar="PATTERN",
+        help="private and local addresses that clients' sandboxes may be let reach, as in 10.0.0.0/8:5432; repeatable",
+    )
     http.add_argument("--any-key", action="store_true", help="whoever has any key is heard; on loopback, for throw-away use")
     http.add_argument(
         "--domain", metavar="NAME", help="every sandbox gets a name, PORT-ID.NAME; wants --tls-cert for *.NAME, and names that lead here"
@@ -167,6 +173,7 @@ def _http_settings(arguments: argparse.Namespace) -> Http | None:
         state_dir=arguments.state_dir,
         allow_image=tuple(arguments.allow_image or ()),
         allow_repo=tuple(arguments.allow_repo or ()),
+        allow_network=tuple(arguments.allow_network or ()),
         domain=arguments.domain,
         base_image=arguments.base_image,
         images=_images(arguments.image or []),

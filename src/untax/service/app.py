@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, cast
 
 from starlette.applications import Starlette
@@ -89,6 +89,3 @@ async def _broken(request: Request, exc: Exception) -> Response:
     """A bug here. The server logs it with where it is; the client is told no more than that."""
     log.error("%s %s failed: %s", request.method, request.url.path, type(exc).__name__)
     return error_response(Refused(500, "Bug", "the service failed; its log says where"))
-
-
-Handler = Callable[[Request], Awaitable[Response]]

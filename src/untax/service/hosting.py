@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +229,9 @@ class Hosting:
 
     def check_limits(self, limits: Limits | None) -> None:
         self.settings.admission.check_limits(limits)
+
+    def check_network(self, network: str | Sequence[str] | None) -> None:
+        self.settings.admission.check_network(network)
 
     def pools(self, tenant: Tenant) -> dict[str, Any]:
         """What the engine keeps ready, and what of it is the tenant's."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from untax.core.errors import BackendError, UntaxError, UsageError
+from untax.layers._durable import replace_whole
 from untax.service.errors import Refused, not_found
 from untax.service.tenants import Tenant
 
@@ -26,6 +27,8 @@ class Kept:
         self._live: dict[str, tuple[str, Snapshot]] = {}
         self._saved: dict[str, str] = _read(self._path)
         self._writing = asyncio.Lock()
+        self.others: list[Callable[[Tenant], int]] = []
+        """That say how many a dialect keeps by itself; they count as these do."""
 
     def ids(self, tenant: Tenant) -> list[str]:
         mine = {snapshot_id for snapshot_id, (name, _) in self._live.items() if name == tenant.name}
@@ -33,7 +36,7 @@ class Kept:
 
     def check_room(self, tenant: Tenant) -> None:
         most = tenant.allowance.snapshots
-        if len(self.ids(tenant)) >= most:
+        if len(self.ids(tenant)) + sum(count(tenant) for count in self.others) >= most:
             raise Refused(429, "TooMany", f"{tenant.name} has {most} snapshots already: drop some of them", retry_after_s=1.0)
 
     def is_owned(self, tenant: Tenant, snapshot_id: str) -> bool:
@@ -109,11 +112,4 @@ def _read(path: Path) -> dict[str, str]:
 
 def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(mode=0o700, exist_ok=True)
-    new = path.with_suffix(".new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        os.write(fd, text.encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    new.replace(path)
+    replace_whole(path, text.encode())

@@ -10,6 +10,7 @@ a table for each tenant:
     actions = 256            # requests at once
     snapshots = 100
     connections = 64         # clients that hold one
+    uploads_mib = 1024       # files for builds of E2B's templates
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Allowance:
     snapshots: int = 1024
     connections: int = 1024
     """Held ones, and clients that may come back to theirs."""
+    uploads_mib: int = 8192
+    """Of files that lie here for builds that are not over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

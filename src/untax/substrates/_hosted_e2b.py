@@ -13,15 +13,17 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
 import logging
 import os
+import secrets
 import shlex
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UsageError
+from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec
 from untax.core.stream import Receiver
@@ -39,7 +41,10 @@ _CREATES_PER_S = 1.0  # what E2B's smallest plan takes; a server of one's own ta
 _TRIES = 4
 _SEND_MAX = 256 << 10
 _SIGKILL = 9
-_OWNER, _PID, _SINCE = "untax-owner", "untax-pid", "untax-since"
+_OWNER, _PID, _SINCE, _CREATE = "untax-owner", "untax-pid", "untax-since", "untax-create"
+_UNDO_S = (0.0, 2.0)  # before each look for a sandbox that nobody got; it may be there only a moment after
+_CLOSE_S = 10.0
+_RENEWALS = 3  # of a sandbox's time within it, so that two may fail
 _UNENFORCED = tuple(
     Unenforced(name, "a hosted sandbox is as large as its template", "build a template with the cpu and memory that rollouts may have")
     for name in ("cpus", "memory_mib", "disk_mib", "pids")
@@ -90,6 +95,7 @@ class HostedE2b:
         self._interval_s = 1 / creates_per_s
         self._pace = asyncio.Lock()
         self._next_at = 0.0
+        self._undoing: set[asyncio.Task[None]] = set()
         self._owner = hashlib.sha256(f"{_machine()} {os.getuid()} {state_dir or ''}".encode()).hexdigest()[:16]
 
     def unavailable_reason(self) -> str | None:
@@ -101,19 +107,26 @@ class HostedE2b:
 
     async def start(self) -> None:
         """Remove what engines of this machine and state directory left that are dead."""
+        await self._remove({_OWNER: self._owner}, lambda marks: _started(marks.get(_PID, "")) != marks.get(_SINCE))
+
+    async def _remove(self, marks: dict[str, str], is_left: Callable[[dict[str, str]], bool]) -> None:
+        """Those with `marks` of which nobody is the holder."""
         from e2b import AsyncSandbox, SandboxQuery
 
         kill: Callable[..., Awaitable[bool]] = AsyncSandbox.kill
-        pages = AsyncSandbox.list(query=SandboxQuery(metadata={_OWNER: self._owner}), **self._options)
+        pages = AsyncSandbox.list(query=SandboxQuery(metadata=marks), **self._options)
         while pages.has_next:
             for found in await _asked("", pages.next_items):
-                marks = found.metadata or {}
-                if _started(marks.get(_PID, "")) != marks.get(_SINCE):
-                    log.info("sandbox %s of a dead engine goes", found.sandbox_id)
+                if is_left(found.metadata or {}):
+                    log.info("sandbox %s, which nobody holds, goes", found.sandbox_id)
                     await _asked(found.sandbox_id, functools.partial(kill, found.sandbox_id, **self._options))
 
     async def aclose(self) -> None:
-        pass  # every sandbox is destroyed by who made it
+        """Every sandbox is destroyed by who made it; those that nobody got are waited for."""
+        if self._undoing:
+            _, late = await asyncio.wait(self._undoing, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
 
     async def create(self, spec: EnvSpec) -> HostedSandbox:
         from e2b import AsyncSandbox
@@ -124,16 +137,40 @@ class HostedE2b:
             )
         if spec.user not in (None, "user", "root"):
             raise UsageError(f"user {spec.user!r}: a hosted sandbox has the users 'user' and 'root'")
-        marks = {_OWNER: self._owner, _PID: str(os.getpid()), _SINCE: _started(str(os.getpid())) or ""}
+        mark = secrets.token_hex(16)
+        marks = {_OWNER: self._owner, _PID: str(os.getpid()), _SINCE: _started(str(os.getpid())) or "", _CREATE: mark}
+        is_wanted = True
 
         async def make_one() -> Any:
             await self._wait_turn()
+            if not is_wanted:
+                raise CreateError("", "nobody waits for it any more")
             return await AsyncSandbox.create(
                 self._template, timeout=self._timeout_s, metadata=marks, allow_internet_access=False, **self._options
             )
 
-        made = await _asked("", make_one)
-        return HostedSandbox(made, spec.user or "user")
+        making = asyncio.ensure_future(_asked("", make_one))
+        try:
+            made = await asyncio.shield(making)
+        except SubstrateUnavailable:
+            raise  # refused: there is none
+        except BaseException:  # nobody knows whether there is one, or will be
+            is_wanted = False
+            undoing = asyncio.ensure_future(self._undo(mark, making))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            raise
+        return HostedSandbox(made, spec.user or "user", self._timeout_s)
+
+    async def _undo(self, mark: str, making: asyncio.Future[Any]) -> None:
+        """Remove what came of a create whose answer nobody got."""
+        await asyncio.gather(making, return_exceptions=True)
+        for pause_s in _UNDO_S:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._remove({_CREATE: mark}, lambda _: True)
+            except UntaxError as exc:
+                log.warning("a sandbox may be left, and ends within %d s: %s", self._timeout_s, exc)
 
     async def _wait_turn(self) -> None:
         """So many a second and no more: a provider counts them, and refuses whoever asks for more."""
@@ -148,11 +185,21 @@ class HostedE2b:
 class HostedSandbox:
     unenforced = _UNENFORCED
 
-    def __init__(self, sandbox: Any, user: str) -> None:
+    def __init__(self, sandbox: Any, user: str, timeout_s: int) -> None:
         self.id = f"e2b-{sandbox.sandbox_id}"
         self._sandbox = sandbox
         self._user = user
         self._stream: CommandStream | None = None
+        self._renewing = asyncio.ensure_future(self._renew(timeout_s))
+
+    async def _renew(self, timeout_s: int) -> None:
+        """The provider ends it at its time, so that nothing outlives a dead engine for long; a living one puts that off."""
+        while True:
+            await asyncio.sleep(timeout_s / _RENEWALS)
+            try:
+                await _asked(self.id, lambda: self._sandbox.set_timeout(timeout_s))
+            except UntaxError as exc:
+                log.warning("the time of sandbox %s could not be put off: %s", self.id, exc)
 
     def facts(self) -> Facts:
         return Facts(workdir=_HOME, home="/root" if self._user == "root" else _HOME, user=self._user)
@@ -170,10 +217,10 @@ class HostedSandbox:
         await _asked(self.id, lambda: sandbox.files.write(_CELL, cell, user=user))
         stream = CommandStream(self.id, sandbox)
         command = f"chmod 700 {_CELL} && exec {_CELL} agent --stdio --dir {_HOME}"
-        handle = await _asked(
-            self.id,
-            lambda: sandbox.commands.run(command, background=True, stdin=True, timeout=0, user=user, on_stdout=stream.arrived),
-        )
+        run = functools.partial(sandbox.commands.run, command, background=True, stdin=True, timeout=0, user=user, on_stdout=stream.arrived)
+        if "retain_output" in inspect.signature(sandbox.commands.run).parameters:
+            run.keywords["retain_output"] = False  # the SDK would keep all that ever came over the channel
+        handle = await _asked(self.id, run)
         # The SDK gives output as text, with what is not UTF-8 replaced. Latin-1 is bytes and text at once; nothing was decoded before now.
         if not hasattr(handle, "_stdout_decoder"):
             raise SubstrateUnavailable(self.id, "this release of E2B's SDK gives no way to exact bytes; the adapter was tried with 2.63")
@@ -208,6 +255,7 @@ class HostedSandbox:
             return False
 
     async def destroy(self) -> None:
+        self._renewing.cancel()
         if self._stream is not None:
             self._stream.close()
         await _asked(self.id, self._sandbox.kill)
@@ -343,9 +391,14 @@ async def _asked(sandbox_id: str, call: Callable[[], Awaitable[T]]) -> T:
 
 
 def _machine() -> str:
+    """Where the numbers of processes mean what they mean here: images and clones share a machine's id, and containers have processes of their own."""
+    parts = [os.uname().nodename]
+    for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
+        with contextlib.suppress(OSError):
+            parts.append(Path(path).read_text().strip())
     with contextlib.suppress(OSError):
-        return Path("/etc/machine-id").read_text().strip()
-    return os.uname().nodename
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    return " ".join(parts)
 
 
 def _started(pid: str) -> str | None:

@@ -1,5 +1,6 @@
 """Who may use the service: token files, keys, addresses, and the bodies that are read."""
 
+import ipaddress
 import os
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import untax
-from untax.service.admission import Admission
+from untax.service.admission import Admission, own_addresses
 from untax.service.auth import token_in
 from untax.service.bodies import parse_json
 from untax.service.errors import Refused
@@ -92,3 +93,45 @@ def test_images_and_repositories_are_the_operators_to_allow():
         with pytest.raises(Refused) as told:
             admission.check(spec)
         assert told.value.status == 403
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["169.254.169.254:80", "127.0.0.1:*", "localhost:80", "0.0.0.0/1:*", "10.0.0.0/7:*", "168.63.129.16:80", "224.0.0.1:1", "[::1]:80", "[fd00::1]:80",
+     "[::ffff:10.0.0.1]:80", "[64:ff9b::a00:1]:80", "[2002:a00:1::]:80", "[2000::/3]:*"],
+)  # fmt: skip
+def test_private_addresses_are_the_operators_to_allow(pattern):
+    with pytest.raises(Refused) as told:
+        Admission().check_network(("index.example.org:443", pattern))
+    assert told.value.status == 403
+    Admission(private=("*",)).check_network((pattern,))
+    Admission(private=(pattern,)).check(untax.EnvSpec(network=(pattern,)))
+
+
+def test_an_allowed_range_opens_what_lies_in_it_and_no_more():
+    admission = Admission(private=("10.0.0.0/8:5432", "192.168.1.1", "[fd00::/8]"))
+    for network in (("10.1.2.3:5432",), ("192.168.1.1:80", "9.9.9.9:*"), ("[fd00::7]:1",), "all", "none", ("*:*",), ("*.example.org:443",)):
+        admission.check_network(network)
+    for pattern in ("10.1.2.3:80", "10.1.2.3:*", "8.0.0.0/5:5432", "192.168.1.2:80", "[fe80::1]:1", "localhost:5432"):
+        with pytest.raises(Refused):
+            admission.check_network((pattern,))
+    with pytest.raises(untax.UsageError):
+        Admission(private=("a b",)).reachable()
+
+
+def test_where_there_is_no_network_none_is_bound_late_either():
+    with pytest.raises(Refused):
+        Admission(networks=False).check_network("all")
+    Admission(networks=False).check_network(None)
+
+
+def test_a_public_address_of_the_server_is_its_own_too(monkeypatch):
+    assert ipaddress.ip_address("127.0.0.1") in own_addresses()
+    monkeypatch.setattr(
+        "untax.service.admission.own_addresses", lambda: [ipaddress.ip_address("9.9.9.9"), ipaddress.ip_address("2620:fe::fe")]
+    )
+    Admission().check_network(("8.8.8.8:*", "[2620:fe::9]:53", "*:*"))
+    for pattern in ("9.9.9.9:443", "9.0.0.0/8:*", "[2620:fe::/48]:53"):
+        with pytest.raises(Refused):
+            Admission().check_network((pattern,))
+    Admission(private=("9.9.9.9",)).check_network(("9.9.9.9:443",))

@@ -6,32 +6,41 @@ A layer's key is a hash of its step and of the key below it, as for every stage;
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import logging
 import posixpath
 import re
-import shutil
+import time
 import zlib
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from untax.channel import actions, tree
+from untax.channel.egress import Policy
 from untax.core.errors import NotFound, UntaxError, UsageError
 from untax.core.spec import freeze_env
 from untax.service.e2b.models import resolved
 from untax.service.e2b.sandbox import DEFAULT_USER
 from untax.service.e2b.templates import Build, Template, Templates
 from untax.service.errors import Refused
+from untax.service.hosting import BUSY_S, TTL_MAX_S, Hosting
+from untax.service.tenants import Tenant
 
 if TYPE_CHECKING:
-    from untax.engine import Engine
+    from untax.box import Box
     from untax.snapshot import Snapshot
     from untax.tenancy import Tenancy
 
+log = logging.getLogger("untax.service.e2b")
+
 STEP_TIMEOUT_S = 3600.0
+UPLOAD_S = 3600  # that a link to upload to is good for
+_FORGOTTEN_S = 86_400.0  # after which files that no build came for are removed
 CONTEXT_MAX = 2 << 30  # bytes of one upload of files for a build
 _STEPS_MAX = 1000
 _KEPT_MAX = 256  # layers of steps that are kept for later builds
@@ -123,52 +132,97 @@ def checked_steps(steps: object) -> list[dict[str, Any]]:
 
 
 class Contexts:
-    """Files that were uploaded for COPY steps, by the hash that their builder gave them and whose they are."""
+    """Files that were uploaded for COPY steps, by the hash that their builder gave them and whose they are.
+
+    They go with the last build that they were announced for; those of builders that never came back when their links are void.
+    """
 
     def __init__(self, place: Path) -> None:
         self._place = place
+        self._announced: Counter[Path] = Counter()
+        self._arriving: Counter[str] = Counter()
+
+    def announce(self, tenant: str, files_hash: str) -> bool:
+        """One step of a build to come needs these files. Whether they are there."""
+        place = self.path(tenant, files_hash)
+        self._announced[place] += 1
+        return place.exists()
+
+    def done(self, tenant: str, hashes: Iterable[str]) -> None:
+        """A build is over whose steps needed these, one hash for each."""
+        for place in (self.path(tenant, one) for one in hashes):
+            self._announced[place] -= 1
+            if self._announced[place] <= 0:
+                del self._announced[place]
+                place.unlink(missing_ok=True)
 
     def path(self, tenant: str, files_hash: str) -> Path:
         if not _HASH.fullmatch(files_hash):
             raise Refused(400, "UsageError", "the hash of files is 64 hexadecimal digits")
         return self._place / hashlib.sha256(tenant.encode()).hexdigest()[:16] / files_hash
 
-    async def store(self, tenant: str, files_hash: str, body: AsyncIterator[bytes]) -> None:
-        place = self.path(tenant, files_hash)
+    async def store(self, tenant: Tenant, files_hash: str, body: AsyncIterator[bytes]) -> None:
+        place = self.path(tenant.name, files_hash)
         place.parent.mkdir(parents=True, exist_ok=True)
         draft = place.with_name(f".{files_hash}.{id(body):x}")
-        size = 0
+        most, size = self._room(tenant, place), 0
         try:
             with draft.open("wb") as file:
                 async for piece in body:
                     size += len(piece)
+                    self._arriving[tenant.name] += len(piece)
                     if size > CONTEXT_MAX:
                         raise Refused(413, "TooLarge", f"the files of one step may take {CONTEXT_MAX} bytes")
+                    if self._arriving[tenant.name] > most:
+                        raise _too_many(tenant)
                     await asyncio.to_thread(file.write, piece)
+            if self._arriving[tenant.name] > self._room(tenant, place):  # others came to lie here meanwhile
+                raise _too_many(tenant)
             draft.replace(place)
         finally:
+            self._arriving[tenant.name] -= size
             draft.unlink(missing_ok=True)
 
-    def clear(self) -> None:
-        shutil.rmtree(self._place, ignore_errors=True)
+    def _room(self, tenant: Tenant, wanted: Path) -> int:
+        """Bytes that may lie at `wanted` and be on their way, once what nobody will ask for any more is gone."""
+        room = tenant.allowance.uploads_mib << 20
+        for one in wanted.parent.iterdir():
+            if one == wanted or one.name.startswith("."):
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                found = one.stat()
+                if found.st_mtime < time.time() - _FORGOTTEN_S:
+                    del self._announced[one]
+                    one.unlink()
+                else:
+                    room -= found.st_size
+        return room
+
+
+def _too_many(tenant: Tenant) -> Refused:
+    most = tenant.allowance.uploads_mib
+    return Refused(429, "TooMany", f"files for builds of {tenant.name} may take {most} MiB: wait for some of them", retry_after_s=BUSY_S)
 
 
 class Builder:
     """Carries builds out, several at once; each step's layer is kept for those that come after."""
 
-    def __init__(self, engine: Engine, templates: Templates, contexts: Contexts, hands: Callable[[], str | None]) -> None:
-        self._engine = engine
+    def __init__(self, hosting: Hosting, templates: Templates, contexts: Contexts, hands: Callable[[], str | None]) -> None:
+        self._hosting = hosting
+        self._engine = hosting.engine
         self._templates = templates
         self._contexts = contexts
         self._hands = hands
-        self._kept: OrderedDict[str, Snapshot] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Snapshot] = OrderedDict()
+        """By tenant and key: what a key stands for is its tenant's word."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, template: Template, build: Build, body: Mapping[str, Any]) -> None:
+    def begin(self, tenant: Tenant, template: Template, build: Build, body: Mapping[str, Any]) -> None:
         """Check what is asked for and begin; how it goes is in the build."""
         if build.status != "waiting":
             raise Refused(409, "Conflict", "that build was started already")
         steps = checked_steps(body.get("steps") or [])
+        self._hosting.kept.check_room(tenant)
         parent: Build | None = None
         if body.get("fromTemplate"):
             _, parent = self._templates.ready(template.tenant, str(body["fromTemplate"]))
@@ -181,9 +235,10 @@ class Builder:
             position = Position(f"image:{build.image}")
         build.start_cmd, build.ready_cmd = (str(body[name]) if body.get(name) else None for name in ("startCmd", "readyCmd"))
         build.status = "building"
-        task = asyncio.ensure_future(self._build(template, build, parent, position, steps, force=bool(body.get("force"))))
+        task = asyncio.ensure_future(self._build(tenant, template, build, parent, position, steps, force=bool(body.get("force"))))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._contexts.done(tenant.name, (one["filesHash"] for one in steps if one["type"] == "COPY")))
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -193,7 +248,15 @@ class Builder:
             await snapshot.drop()
 
     async def _build(
-        self, template: Template, build: Build, parent: Build | None, position: Position, steps: list[dict[str, Any]], *, force: bool
+        self,
+        tenant: Tenant,
+        template: Template,
+        build: Build,
+        parent: Build | None,
+        position: Position,
+        steps: list[dict[str, Any]],
+        *,
+        force: bool,
     ) -> None:
         step = "base"
         try:
@@ -206,12 +269,15 @@ class Builder:
                     if one["force"]:
                         break
                     where = where.after(one)
-                    if where.key in self._kept:
+                    if (template.tenant, where.key) in self._kept:
                         done, position = number, where
-            found: Snapshot | str | None = self._kept[position.key] if done else begun
+            found: Snapshot | str | None = self._kept[template.tenant, position.key] if done else begun
             for number in range(1, done + 1):
                 build.say(f"CACHED [{number}/{len(steps)}] {_words(steps[number - 1])}", step=str(number))
-            box = await self._box(build, found)
+            held = await self._hosting.hold(
+                tenant, lambda: self._box(build, found), dialect="build", ttl_s=self._hosting.settings.ttl_max_s
+            )
+            box = cast("Tenancy", held.box)
             try:
                 for number, one in enumerate(steps[done:], done + 1):
                     step = str(number)
@@ -220,27 +286,30 @@ class Builder:
                 step = "finalize"
                 await self._finish(box, build, position, begun if not steps else None)
             finally:
-                await box.release()
+                await self._hosting.release(held)
             build.status = "ready"
             build.say("Build finished")
-            self._templates.finished(template, build)
+            await self._templates.finished(template, build)
         except asyncio.CancelledError:
-            self._failed(template, build, step, "the server was stopped")
+            _failed(build, step, "the server was stopped")
             raise
         except StepFailed as exc:
-            self._failed(template, build, exc.step, str(exc))
+            _failed(build, exc.step, str(exc))
         except (UntaxError, OSError) as exc:
-            self._failed(template, build, step, str(exc))
+            _failed(build, step, str(exc))
+        except Exception as exc:  # a bug here, or files that are none: its builder waits for an end, and the log says where
+            log.exception("a build broke at its step %s", step)
+            _failed(build, step, f"the build broke: {type(exc).__name__}")
 
-    def _failed(self, template: Template, build: Build, step: str, message: str) -> None:
-        build.say(message, "error", step)
-        build.status, build.reason = "error", {"message": message, "step": step}
-        del template  # stays pending, to be asked about
-
-    async def _box(self, build: Build, found: Snapshot | str | None) -> Tenancy:
+    async def _box(self, build: Build, found: Snapshot | str | None) -> Box:
         spec = build.spec(self._engine.substrate.isolation, self._hands())
-        taken = self._engine.acquire(spec) if found is None else self._engine.restore(found, network="all", limits=spec.limits)
-        return cast("Tenancy", await taken)
+        if found is None:
+            box = await self._engine.acquire(spec, ttl_s=TTL_MAX_S)
+        else:
+            box = await self._engine.restore(found, network="all", limits=spec.limits, ttl_s=TTL_MAX_S)
+        if not self._hosting.settings.admission.networks:
+            cast("Tenancy", box).police(Policy())
+        return box
 
     async def _step(self, box: Tenancy, build: Build, tenant: str, position: Position, step: Mapping[str, Any], number: str) -> Position:
         kind, args = step["type"], step["args"]
@@ -257,7 +326,7 @@ class Builder:
             await self._copy(box, build, tenant, position, step, number)
         if kind in ("ENV", "USER"):
             return after  # nothing was written
-        await self._keep(after.key, await box.snapshot())
+        await self._keep((tenant, after.key), await box.snapshot())
         return after
 
     async def _run(self, box: Tenancy, build: Build, argv: list[str], position: Position, step: str) -> None:
@@ -301,7 +370,7 @@ class Builder:
             call = actions.upload(at, _unpacked(file), max_bytes=tree.MAX_BYTES, max_entries=tree.MAX_ENTRIES, timeout_s=STEP_TIMEOUT_S)
             await box._act(call, "upload")
 
-    async def _keep(self, key: str, snapshot: Snapshot) -> None:
+    async def _keep(self, key: tuple[str, str], snapshot: Snapshot) -> None:
         old = self._kept.pop(key, None)
         self._kept[key] = snapshot
         if old is not None:
@@ -318,6 +387,12 @@ class Builder:
             return
         snapshot = await box.snapshot()
         build.snapshot = await snapshot.save()
+
+
+def _failed(build: Build, step: str, message: str) -> None:
+    """It stays pending, to be asked about."""
+    build.say(message, "error", step)
+    build.status, build.reason = "error", {"message": message, "step": step}
 
 
 def _unpacked(file: Any) -> Iterator[bytes]:

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from untax.core.errors import SandboxLost, SubstrateUnavailable, UntaxError, UsageError
 from untax.service.auth import authenticate
 from untax.service.bodies import read_json
-from untax.service.e2b.builds import Builder, Contexts
-from untax.service.e2b.models import moment
+from untax.service.e2b.builds import UPLOAD_S, Builder, Contexts
+from untax.service.e2b.models import moment, whole
 from untax.service.e2b.sandbox import Sandbox
 from untax.service.e2b.sandboxes import FORKS_MAX, TIMEOUT_S, Sandboxes
 from untax.service.e2b.templates import Templates
@@ -33,7 +33,6 @@ from untax.service.tenants import Tenant
 
 _LIMIT = 100
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
-_UPLOAD_S = 3600
 
 Handler = Callable[[Request, Tenant], Awaitable[Response]]
 
@@ -100,7 +99,8 @@ class Control:
         async def guarded(request: Request) -> Response:
             try:
                 tenant = authenticate(self._hosting.tenants, request.headers.raw)
-                return await handler(request, tenant)
+                with self._hosting.acting(tenant):
+                    return await handler(request, tenant)
             except SandboxLost:
                 return refused(Refused(404, "NotFound", "sandbox not found"))  # it died while it was asked for
             except UntaxError as exc:
@@ -283,12 +283,12 @@ class Control:
 
     async def template_delete(self, request: Request, tenant: Tenant) -> Response:
         template = self._templates.find(tenant.name, unquote(request.path_params["id"]))
-        await self._sandboxes.drop(self._templates.remove(template))
+        await self._sandboxes.drop(await self._templates.remove(template))
         return Response(status_code=204)
 
     async def build_start(self, request: Request, tenant: Tenant) -> Response:
         template, build = self._templates.build_of(tenant.name, request.path_params["id"], request.path_params["build"])
-        self._builder.begin(template, build, await read_json(request))
+        self._builder.begin(tenant, template, build, await read_json(request))
         return Response(status_code=202)
 
     async def build_status(self, request: Request, tenant: Tenant) -> Response:
@@ -297,12 +297,12 @@ class Control:
 
     async def tags_assign(self, request: Request, tenant: Tenant) -> Response:
         body = await read_json(request)
-        build = self._templates.assign(tenant.name, str(body.get("target", "")), body.get("tags"))
+        build = await self._templates.assign(tenant.name, str(body.get("target", "")), body.get("tags"))
         return answer({"tags": body["tags"], "buildID": build.id}, 201)
 
     async def tags_remove(self, request: Request, tenant: Tenant) -> Response:
         body = await read_json(request)
-        self._templates.unassign(tenant.name, str(body.get("name", "")), body.get("tags"))
+        await self._templates.unassign(tenant.name, str(body.get("name", "")), body.get("tags"))
         return Response(status_code=204)
 
     async def tags(self, request: Request, tenant: Tenant) -> Response:
@@ -314,9 +314,9 @@ class Control:
     async def files_link(self, request: Request, tenant: Tenant) -> Response:
         files_hash = request.path_params["hash"]
         template = self._templates.find(tenant.name, request.path_params["id"])
-        if self._contexts.path(tenant.name, files_hash).exists():
+        if self._contexts.announce(tenant.name, files_hash):
             return answer({"present": True}, 201)
-        until = int(time.time()) + _UPLOAD_S
+        until = int(time.time()) + UPLOAD_S
         signature = self._signature(template.id, files_hash, tenant.name, until)
         owner = base64.urlsafe_b64encode(tenant.name.encode()).decode().rstrip("=")
         base = str(request.base_url).rstrip("/")
@@ -333,7 +333,9 @@ class Control:
         if not hmac.compare_digest(expected.encode(), where["signature"].encode()) or until < time.time():
             return refused(Refused(401, "Unauthorized", "the link is none of this server's, or too old"))
         try:
-            await self._contexts.store(owner, where["hash"], request.stream())
+            tenant = next(one for one in self._hosting.tenants if one.name == owner)
+            with self._hosting.acting(tenant):
+                await self._contexts.store(tenant, where["hash"], request.stream())
         except UntaxError as exc:
             return refused(exc)
         except ClientDisconnect:
@@ -350,9 +352,9 @@ class Control:
 def _whole(text: str | None, name: str) -> int | None:
     if text is None:
         return None
-    if not text.lstrip("-").isdigit() or len(text) > 15:
+    if (number := whole(text)) is None:
         raise UsageError(f"{name} is not a whole number")
-    return int(text)
+    return number
 
 
 def _metadata(text: str | None) -> dict[str, str]:

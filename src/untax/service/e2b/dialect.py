@@ -37,9 +37,10 @@ class E2b:
             settings.extra.get("e2b_images"),
             settings.admission.check,
         )
+        hosting.kept.others.append(lambda tenant: self._templates.snapshots(tenant.name))
         self._sandboxes = Sandboxes(hosting, self._templates)
         self._contexts = Contexts(place / "files")
-        self._builder = Builder(hosting.engine, self._templates, self._contexts, self._sandboxes.hands)
+        self._builder = Builder(hosting, self._templates, self._contexts, self._sandboxes.hands)
         self._control = Control(hosting, self._sandboxes, self._templates, self._builder, self._contexts)
         self._envd = Envd(hosting)
 

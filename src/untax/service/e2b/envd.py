@@ -20,7 +20,7 @@ from untax.core.errors import ActionTimeout, DiskFull, FileError, IsDirectory, N
 from untax.service.e2b import connect, files
 from untax.service.e2b.connect import Message, RpcError, rpc_error
 from untax.service.e2b.filesystem import Filesystem
-from untax.service.e2b.models import Account
+from untax.service.e2b.models import Account, whole
 from untax.service.e2b.sandbox import Sandbox
 from untax.service.e2b.signature import Operation
 from untax.service.e2b.usage import sample
@@ -177,14 +177,14 @@ def _timeout_s(request: Request) -> float | None:
     text = request.headers.get("connect-timeout-ms")
     if text is None:
         return None
-    if not text.isdigit() or len(text) > 12:
+    if (number := whole(text)) is None or number < 0:
         raise RpcError("invalid_argument", "connect-timeout-ms is not a number")
-    return min(max(int(text), 1) / 1000, _TIMEOUT_MAX_S)
+    return min(max(number, 1) / 1000, _TIMEOUT_MAX_S)
 
 
 def _ping_s(request: Request) -> float:
-    text = request.headers.get("keepalive-ping-interval", "")
-    return float(min(max(int(text), 1), 3600)) if text.isdigit() and len(text) < 6 else _PING_S
+    number = whole(request.headers.get("keepalive-ping-interval", ""))
+    return _PING_S if number is None or number < 0 else float(min(max(number, 1), 3600))
 
 
 async def _body(request: Request) -> bytes:

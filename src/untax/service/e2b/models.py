@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from untax.core.result import CommandResult
 ENVD_VERSION = "0.6.4"
 """Of which all that the SDK asks for is here: up to recursive watches with entries, default users, closing of input, uploads as octets, metadata."""
 _DIRECTORY_BYTES = 4096
+_WHOLE = re.compile(r"-?[0-9]{1,15}")
 METADATA_PREFIX = "user.e2b."
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY"}
 _EVENTS = {"created": "CREATE", "modified": "WRITE", "deleted": "REMOVE", "moved": "RENAME", "attributes": "CHMOD"}
@@ -59,7 +61,7 @@ class Accounts:
         users: dict[str, Account] = {}
         names: dict[int, str] = {}
         for fields in _lines(passwd, 7):
-            account = Account(fields[0], int(fields[2]), int(fields[3]) if fields[3].isdigit() else 0, fields[5] or "/")
+            account = Account(fields[0], int(fields[2]), whole(fields[3]) or 0, fields[5] or "/")
             users.setdefault(account.name, account)
             names.setdefault(account.uid, account.name)
         groups: dict[int, str] = {}
@@ -76,7 +78,14 @@ class Accounts:
 
 def _lines(raw: bytes, least: int) -> list[list[str]]:
     lines = [line.split(":") for line in raw.decode("utf-8", "replace").splitlines()]
-    return [fields for fields in lines if len(fields) >= least and fields[0] and fields[2].isascii() and fields[2].isdigit()]
+    return [
+        fields for fields in lines if len(fields) >= least and fields[0] and not fields[2].startswith("-") and whole(fields[2]) is not None
+    ]
+
+
+def whole(text: str) -> int | None:
+    """A number as people write it, of at most 15 digits; None for anything else that Python would take for digits."""
+    return int(text) if _WHOLE.fullmatch(text) else None
 
 
 def resolved(path: str, home: str, workdir: str | None = None) -> str:

@@ -1,7 +1,8 @@
 """E2B's network rules as a policy of ours. Pure.
 
 Rules name what may and what may not be reached; what is allowed wins over what is denied, and what is neither is allowed, unless
-the sandbox has no internet access. Private and local addresses of the host stay closed whatever a rule says about everything: they open only by name.
+the sandbox has no internet access. Private and local addresses of the host stay closed whatever a rule says about everything: they open only by name,
+and where the operator allowed it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from untax.channel.egress import Policy
+from untax.channel.egress import Policy, embedded
 from untax.core.errors import UsageError
 
 ALL_TRAFFIC = ("0.0.0.0/0", "::/0")
@@ -56,6 +57,14 @@ class Rules:
     def policy(self) -> RulesPolicy:
         return RulesPolicy(self)
 
+    @property
+    def network(self) -> str | tuple[str, ...]:
+        """What they open, as a spec would say it; for who asks whether that may be."""
+        policy = self.policy()
+        if policy.is_none:
+            return "none"
+        return (*(_as_pattern(rule) for rule in self.allow_out if rule not in ALL_TRAFFIC), *(("*:*",) if policy.is_default_open else ()))
+
     def updated(self, network: Mapping[str, Any], internet: bool | None) -> Rules:
         """All rules for what goes out are replaced; what comes in stays as it was."""
         return Rules.parse({**network, "allowPublicTraffic": self.public_traffic, "maskRequestHost": self.mask_host}, internet)
@@ -88,12 +97,13 @@ class RulesPolicy(Policy):
         super().__init__(tuple(_as_pattern(rule) for rule in rules.allow_out if rule not in everything))
         self._denied = Policy(tuple(_as_pattern(rule) for rule in rules.deny_out if rule not in everything))
         denies_all = any(rule in everything for rule in rules.deny_out) or not rules.internet
-        self._default_open = any(rule in everything for rule in rules.allow_out) or not denies_all
-        self.is_none = not self._default_open and not self._rules
+        self.is_default_open = any(rule in everything for rule in rules.allow_out) or not denies_all
+        self.is_none = not self.is_default_open and not self._rules
 
     def check_name(self, host: str, port: int) -> str | None:
+        host = _meant(host)
         why = super().check_name(host, port)
-        if why is None or self.is_none or not self._default_open:
+        if why is None or self.is_none or not self.is_default_open:
             return why
         if not self._denied.is_none and self._denied.check_name(host, port) is None:
             return "denied by the sandbox's network rules"
@@ -101,9 +111,19 @@ class RulesPolicy(Policy):
 
     def check_address(self, host: str, address: str, port: int) -> str | None:
         why = super().check_address(host, address, port)
-        if why is not None or self._denied.is_none or super().check_name(host, port) is None:
+        if why is not None or self._denied.is_none or super().check_name(_meant(host), port) is None:
             return why
-        found = ipaddress.ip_address(address)  # of a name that no rule allows: a range that is denied holds for what it resolved to
+        found = embedded(
+            ipaddress.ip_address(address)
+        )  # of a name that no rule allows: a range that is denied holds for what it resolved to
         is_allowed = any(rule.holds(found, port) for rule in self._rules)
         is_denied = any(rule.holds(found, port) for rule in self._denied._rules)
         return "denied by the sandbox's network rules" if is_denied and not is_allowed else None
+
+
+def _meant(host: str) -> str:
+    """An address that stands for another is that one; rules are written for it."""
+    try:
+        return str(embedded(ipaddress.ip_address(host)))
+    except ValueError:
+        return host

@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 _HOP = {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 _OURS = {b"e2b-traffic-access-token", b"e2b-sandbox-id", b"e2b-sandbox-port", b"x-api-key"}
+# Of a WebSocket's opening, said anew by our own end.
+_OPENING = {
+    b"host",
+    b"content-length",
+    b"sec-websocket-key",
+    b"sec-websocket-version",
+    b"sec-websocket-extensions",
+    b"sec-websocket-protocol",
+}
 _MESSAGE_MAX = 16 << 20
 _NORMAL, _AWAY, _TRY_LATER = 1000, 1001, 1013  # why a WebSocket is closed
 _HEAD_S = 60.0  # until a server inside must have begun to answer
@@ -89,7 +98,7 @@ class _Exchange:
             host = self._sandbox.rules.mask_host.replace("${PORT}", str(self._port)).encode()
         message = await receive()
         has_length = any(name == b"content-length" for name, _ in headers)
-        if message.get("more_body") and not has_length:
+        if (message.get("body") or message.get("more_body")) and not has_length:
             headers.append((b"transfer-encoding", b"chunked"))
         written = [
             (name.title(), value) for name, value in ((b"host", host), *headers, (b"connection", b"close"))
@@ -156,6 +165,11 @@ class _Socket:
             host = sandbox.rules.mask_host.replace("${PORT}", str(port))
         target = scope["path"] + (f"?{scope['query_string'].decode('latin-1')}" if scope["query_string"] else "")
         self._connection = connection
+        self._headers = [
+            (name.decode("latin-1").title(), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in _HOP and name not in _OURS and name not in _OPENING
+        ]
         self._protocol = ClientProtocol(
             parse_uri(f"ws://{host}{quote(target, safe='/?&=%:+,;@~!$*()')}"),
             subprotocols=scope.get("subprotocols") or None,
@@ -181,7 +195,10 @@ class _Socket:
             await send({"type": "websocket.close", "code": self._protocol.close_code or _AWAY})
 
     async def _open(self) -> None:
-        self._protocol.send_request(self._protocol.connect())
+        request = self._protocol.connect()
+        for name, value in self._headers:
+            request.headers[name] = value
+        self._protocol.send_request(request)
         await self._flush()
         while self._protocol.state is State.CONNECTING:
             if not await self._read():

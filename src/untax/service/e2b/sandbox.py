@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -215,7 +214,3 @@ class Sample:
             "diskUsed": self.disk,
             "diskTotal": self.disk_total,
         }
-
-
-def now() -> float:
-    return time.time()

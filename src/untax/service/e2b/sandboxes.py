@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from untax.core.errors import SubstrateUnavailable, UntaxError, UsageError
+from untax.core.errors import SandboxLost, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.spec import freeze_env
 from untax.service.e2b.network import Rules
 from untax.service.e2b.sandbox import DEFAULT_USER, Lifecycle, Manner, Sandbox
@@ -121,13 +121,15 @@ class Sandboxes:
             body.get("autoPauseMemory") is not False,
             bool((body.get("autoResume") or {}).get("enabled")) if isinstance(body.get("autoResume") or {}, Mapping) else False,
         )
+        rules = Rules.parse(body.get("network"), internet if isinstance(internet, bool) else None)
+        self._hosting.check_network(rules.network)
         return Wish(
             template,
             build,
             template.manner(build),
             metadata,
             freeze_env(_texts(body, "envVars", most=10_000)),
-            Rules.parse(body.get("network"), internet if isinstance(internet, bool) else None),
+            rules,
             lifecycle,
             self.checked_timeout(body.get("timeout", TIMEOUT_S), least=0.0),
         )
@@ -249,10 +251,13 @@ class Sandboxes:
             sandbox.state = "running"
             return
         box = await self._engine.restore(kept, network="all", ttl_s=TTL_MAX_S)
+        if sandbox.holding.ending is not None:  # it was ended meanwhile, and nobody else knows of this box
+            await box.release()
+            raise SandboxLost(sandbox.id, "the sandbox was ended while it woke")
         sandbox.holding.box, sandbox.kept, sandbox.state = box, None, "running"
         sandbox.moved()
         sandbox.box.police(sandbox.rules.policy())
-        await kept.drop()
+        await self._drop_unnamed(kept)
         await self._begin_start(sandbox, sandbox.holding.extra["build"])
 
     async def wake_for_request(self, sandbox: Sandbox) -> bool:
@@ -277,8 +282,14 @@ class Sandboxes:
         await self._hosting.release(sandbox.holding)
 
     async def _let_go(self, sandbox: Sandbox) -> None:
-        kept, sandbox.kept = sandbox.kept, None
-        if kept is not None:
+        async with sandbox.changing:  # a pause or a snapshot that is under way still needs it
+            kept, sandbox.kept = sandbox.kept, None
+            if kept is not None:
+                await self._drop_unnamed(kept)
+
+    async def _drop_unnamed(self, kept: Snapshot) -> None:
+        """Unless it is a template by now: then it goes with that."""
+        if not self._templates.has_snapshot(kept.id):
             await kept.drop()
 
     def set_timeout(self, sandbox: Sandbox, timeout_s: float) -> None:
@@ -286,6 +297,7 @@ class Sandboxes:
             self._hosting.extend(sandbox.holding, timeout_s)
 
     def set_rules(self, sandbox: Sandbox, rules: Rules) -> None:
+        self._hosting.check_network(rules.network)
         sandbox.rules = rules
         if sandbox.state == "running":
             sandbox.box.police(rules.policy())
@@ -325,7 +337,7 @@ class Sandboxes:
 
         made = await asyncio.gather(*(one() for _ in range(count)), return_exceptions=True)
         if snapshot is not sandbox.kept:
-            await snapshot.drop()
+            await self._drop_unnamed(snapshot)
         results: list[Sandbox | UntaxError] = []
         for outcome in made:
             if isinstance(outcome, BaseException) and not isinstance(outcome, UntaxError):
@@ -342,8 +354,12 @@ class Sandboxes:
 
     async def snapshot(self, sandbox: Sandbox, name: str | None) -> Template:
         """A template with its files as they are now, which outlives it and the server."""
+        self._hosting.kept.check_room(sandbox.holding.tenant)
         async with sandbox.changing:
             taken = await self._frozen(sandbox)
+            return await self._named(sandbox, taken, name)
+
+    async def _named(self, sandbox: Sandbox, taken: Snapshot, name: str | None) -> Template:
         saved = await taken.save()
         old: Build = sandbox.holding.extra["build"]
         limits = sandbox.holding.box.spec.limits
@@ -353,11 +369,16 @@ class Sandboxes:
         )  # fmt: skip
         template = Template(f"s{saved.removeprefix('snap-')}", sandbox.holding.tenant.name, name, {"default": build}, origin=sandbox.id)
         self._templates.add(template)
-        self._templates.save()
+        await self._templates.save()
         return template
 
     async def drop(self, snapshots: list[str]) -> None:
+        """Those that no template needs; what a paused sandbox will wake from goes when it does."""
+        paused = (one.extra["sandbox"].kept for one in self._hosting.holdings(dialect="e2b") if "sandbox" in one.extra)
+        needed = {kept.id for kept in paused if kept is not None}
         for one in snapshots:
+            if one in needed:
+                continue
             try:
                 await (await self._engine.find_snapshot(one)).drop()
             except UsageError:

@@ -7,6 +7,8 @@ import hashlib
 import hmac
 from typing import Literal
 
+from untax.service.e2b.models import whole
+
 Operation = Literal["read", "write"]
 
 
@@ -21,9 +23,9 @@ def refusal(signature: str, path: str, operation: Operation, user: str, token: s
     """Why a signed request is refused, or None."""
     until: int | None = None
     if expiration is not None:
-        if not expiration.lstrip("-").isdigit() or len(expiration) > 15:
+        until = whole(expiration)
+        if until is None:
             return "invalid signature expiration"
-        until = int(expiration)
     if not hmac.compare_digest(signature.encode(), sign(path, operation, user, token, until).encode()):
         return "invalid signature"
     if until is not None and until < now_s:

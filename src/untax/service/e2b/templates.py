@@ -6,8 +6,9 @@ file in the state directory; the layers are the store's.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
+import logging
 import re
 import secrets
 import time
@@ -17,11 +18,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from untax.core.errors import UsageError
+from untax.core.errors import BackendError, UsageError
 from untax.core.spec import EnvSpec, Limits
+from untax.layers._durable import replace_whole
 from untax.service.e2b.models import ENVD_VERSION, moment
 from untax.service.e2b.sandbox import DEFAULT_USER, Manner
 from untax.service.errors import Refused
+
+log = logging.getLogger("untax.service.e2b")
 
 DEFAULT_TAG = "default"
 BASE = "base"
@@ -137,6 +141,7 @@ class Templates:
         self._image = image
         self._images = dict(images or {})
         self._all: dict[str, Template] = {}
+        self._writing = asyncio.Lock()
         self._base = Template(BASE, "", BASE, {DEFAULT_TAG: Build(BASE, "ready", image)})
 
     # ---- finding ----
@@ -178,6 +183,14 @@ class Templates:
             self._admit(EnvSpec(image=image))
         return image
 
+    def has_snapshot(self, snapshot_id: str) -> bool:
+        """Whether a template begins with it."""
+        return any(build.snapshot == snapshot_id for one in self._all.values() for build in one.tags.values())
+
+    def snapshots(self, tenant: str) -> int:
+        """How many the templates of `tenant` begin with."""
+        return len({build.snapshot for one in self._all.values() if one.tenant == tenant for build in one.tags.values()} - {None})
+
     # ---- making ----
 
     def request(self, tenant: str, body: Mapping[str, Any]) -> tuple[Template, Build]:
@@ -203,14 +216,14 @@ class Templates:
         self._all[template.id] = template
         return template
 
-    def finished(self, template: Template, build: Build) -> None:
+    async def finished(self, template: Template, build: Build) -> None:
         """It is what its tags stand for from now on."""
         _, tags = template.pending.pop(build.id)
         for tag in tags:
             template.tags[tag] = build
         if DEFAULT_TAG not in template.tags:
             template.tags[DEFAULT_TAG] = build
-        self.save()
+        await self.save()
 
     def build_of(self, tenant: str, template_id: str, build_id: str) -> tuple[Template, Build]:
         template = self.find(tenant, template_id)
@@ -222,18 +235,18 @@ class Templates:
                 return template, build
         raise Refused(404, "NotFound", "there is no such build")
 
-    def remove(self, template: Template) -> list[str]:
+    async def remove(self, template: Template) -> list[str]:
         """Gives the snapshots that nobody needs any more."""
         if template is self._base:
             raise Refused(403, "Refused", "the template 'base' is the server's own")
         self._all.pop(template.id, None)
-        self.save()
+        await self.save()
         kept = {build.snapshot for one in self._all.values() for build in one.tags.values()}
         return sorted({build.snapshot for build in template.tags.values() if build.snapshot and build.snapshot not in kept})
 
     # ---- tags ----
 
-    def assign(self, tenant: str, target: str, tags: object) -> Build:
+    async def assign(self, tenant: str, target: str, tags: object) -> Build:
         template, build = self.ready(tenant, target)
         if template is self._base or not isinstance(tags, list) or not all(isinstance(t, str) for t in tags):
             raise UsageError("tags are a list of names, for a template of one's own")
@@ -242,33 +255,44 @@ class Templates:
             if not _TAG.fullmatch(tag):
                 raise UsageError(f"{tag!r} is not a tag")
             template.tags[tag] = build
-        self.save()
+        await self.save()
         return build
 
-    def unassign(self, tenant: str, name: str, tags: object) -> None:
+    async def unassign(self, tenant: str, name: str, tags: object) -> None:
         template = self.find(tenant, name)
         if template is self._base or not isinstance(tags, list):
             raise UsageError("tags are a list of names, for a template of one's own")
         for tag in tags:
             template.tags.pop(str(tag), None)
-        self.save()
+        await self.save()
 
     # ---- the file ----
 
     def load(self) -> None:
         try:
-            document = json.loads(self._place.read_bytes())
+            found = _read(self._place)
         except FileNotFoundError:
             return
-        if document.get("format") != _FORMAT:
-            raise UsageError(f"{self._place} is of another release; move it away, and build the templates again")
-        for data in document["templates"]:
-            builds = {one["id"]: Build(**{**one, "logs": deque(maxlen=_LOGS_MAX)}) for one in data["builds"]}
-            tags = {tag: builds[build] for tag, build in data["tags"].items()}
-            self.add(Template(data["id"], data["tenant"], data["name"], tags, origin=data["origin"], created=data["created"]))
+        except UsageError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+            aside = self._place.with_suffix(".damaged")
+            self._place.rename(aside)
+            log.warning("%s is damaged (%s) and was moved to %s: its templates have to be built again", self._place, exc, aside.name)
+            return
+        for template in found:
+            self.add(template)
 
-    def save(self) -> None:
-        """Atomically; what is being built is not in it."""
+    async def save(self) -> None:
+        """Whole or not at all, also when the machine dies."""
+        async with self._writing:
+            try:
+                await asyncio.to_thread(_write, self._place, self._document())
+            except OSError as exc:
+                raise BackendError("", f"{self._place}: {exc.strerror}") from exc
+
+    def _document(self) -> bytes:
+        """What is being built is not in it."""
         templates = []
         for one in self._all.values():
             builds = {build.id: {**asdict(replace(build, logs=deque())), "logs": []} for build in one.tags.values()}
@@ -285,10 +309,24 @@ class Templates:
                         "tags": tags,
                     }
                 )
-        self._place.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._place.with_suffix(".new")
-        draft.write_text(json.dumps({"format": _FORMAT, "templates": templates}))
-        os.replace(draft, self._place)
+        return json.dumps({"format": _FORMAT, "templates": templates}).encode()
+
+
+def _write(place: Path, document: bytes) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    replace_whole(place, document)
+
+
+def _read(place: Path) -> list[Template]:
+    document = json.loads(place.read_bytes())
+    if document["format"] != _FORMAT:
+        raise UsageError(f"{place} is of another release; move it away, and build the templates again")
+    found = []
+    for data in document["templates"]:
+        builds = {one["id"]: Build(**{**one, "logs": deque(maxlen=_LOGS_MAX)}) for one in data["builds"]}
+        tags = {tag: builds[build] for tag, build in data["tags"].items()}
+        found.append(Template(data["id"], data["tenant"], data["name"], tags, origin=data["origin"], created=data["created"]))
+    return found
 
 
 def _number(body: Mapping[str, Any], name: str, most: int) -> int | None:

@@ -19,9 +19,12 @@ async def create(asked: Asked) -> dict[str, Any]:
     hosting.admit(asked.tenant, spec)
     late = bindings_of(body)
     hosting.check_limits(late["limits"])
+    hosting.check_network(late["network"])
     snapshot_id = body["snapshot"]
     if snapshot_id is not None:
         snapshot = await hosting.kept.find(asked.tenant, snapshot_id)
+        if late["network"] is None:
+            hosting.check_network(snapshot.spec.network)
         take = lambda: _awaited(hosting.engine.restore(snapshot, ttl_s=TTL_MAX_S, **late))  # noqa: E731
     else:
         take = lambda: hosting.engine.acquire(spec, ttl_s=TTL_MAX_S, **late)  # noqa: E731

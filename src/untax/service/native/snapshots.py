@@ -47,6 +47,7 @@ async def fork(asked: Asked) -> dict[str, Any]:
     snapshot = await hosting.kept.find(tenant, asked.path["snapshot"])
     late = bindings_of(body)
     hosting.check_limits(late["limits"])
+    hosting.check_network(snapshot.spec.network if late["network"] is None else late["network"])
     hosting.checked_ttl(body["ttl_s"])
     with hosting.starting(tenant, body["n"]):
         boxes = await hosting.engine.fork(snapshot, body["n"], ttl_s=TTL_MAX_S, **late)

@@ -66,3 +66,11 @@ def test_an_update_replaces_what_goes_out_and_keeps_what_comes_in():
 def test_rules_that_are_none_are_refused(network):
     with pytest.raises(UsageError):
         Rules.parse(network, None)
+
+
+@pytest.mark.parametrize("host", ["::ffff:9.9.9.9", "64:ff9b::909:909", "2002:909:909::"])
+def test_an_address_within_another_is_denied_as_itself(host):
+    rules = Rules.parse({"denyOut": ["9.9.9.0/24"]}, None)
+    assert not reaches(rules, host)
+    assert not reaches(rules, "dns.example.org", host)
+    assert reaches(Rules.parse({"denyOut": ["0.0.0.0/0"], "allowOut": ["9.9.9.9"]}, None), host)

@@ -25,7 +25,7 @@ def test_an_old_signature_says_so_and_a_wrong_one_does_not():
     assert refusal("v1_x", "a.txt", "read", "", "token", "100", 101.0) == "invalid signature"
 
 
-@pytest.mark.parametrize("expiration", ["", "x", "1e9", "9" * 40])
+@pytest.mark.parametrize("expiration", ["", "x", "1e9", "9" * 40, "--5", "²", "-", "5\n"])
 def test_an_expiration_that_is_no_number_is_refused(expiration):
     assert refusal("v1_x", "a", "read", "", "t", expiration, 0.0) == "invalid signature expiration"
 

@@ -19,12 +19,12 @@ def register(tmp_path, **options) -> Templates:
     )
 
 
-def test_a_template_is_found_once_it_is_built_and_by_its_tenant_only(tmp_path):
+async def test_a_template_is_found_once_it_is_built_and_by_its_tenant_only(tmp_path):
     templates = register(tmp_path)
     template, build = templates.request("alice", {"name": "mine:v1", "tags": ["v2"]})
     with pytest.raises(Refused):
         templates.ready("alice", "mine")
-    templates.finished(template, build)
+    await templates.finished(template, build)
     assert templates.ready("alice", "mine")[1] is build
     assert templates.ready("alice", "mine:v2")[1] is build
     for tenant, name in (("bob", "mine"), ("bob", template.id), ("alice", "mine:v3"), ("alice", "other")):
@@ -33,15 +33,15 @@ def test_a_template_is_found_once_it_is_built_and_by_its_tenant_only(tmp_path):
         assert refused.value.status == 404
 
 
-def test_the_register_outlives_the_server(tmp_path):
+async def test_the_register_outlives_the_server(tmp_path):
     templates = register(tmp_path)
     template, build = templates.request("alice", {"name": "mine"})
     build.env, build.snapshot = {"A": "b"}, "snap-0"
-    templates.finished(template, build)
+    await templates.finished(template, build)
     again = register(tmp_path)
     again.load()
     assert again.ready("alice", "mine")[1].env == {"A": "b"}
-    assert again.remove(again.find("alice", "mine")) == ["snap-0"]
+    assert await again.remove(again.find("alice", "mine")) == ["snap-0"]
 
 
 def test_an_image_is_the_operators_to_allow(tmp_path):
@@ -85,3 +85,27 @@ def test_a_step_changes_the_key_and_what_follows_begins_with():
 def test_steps_that_are_none_are_refused(steps):
     with pytest.raises(UsageError):
         checked_steps(steps)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 1}', '{"format": 1, "templates": [{"id": "t"}]}', '{"format": 1, "templates": [7]}']
+)
+async def test_a_damaged_register_is_set_aside_and_stops_nobody(tmp_path, caplog, text):
+    templates = register(tmp_path)
+    place = tmp_path / "e2b" / "templates.json"
+    place.parent.mkdir()
+    place.write_text(text)
+    templates.load()
+    assert list(templates) == [] and place.with_suffix(".damaged").read_text() == text and "damaged" in caplog.text
+    await templates.save()
+    register(tmp_path).load()
+    assert place.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_register_of_another_release_is_not_touched(tmp_path):
+    place = tmp_path / "e2b" / "templates.json"
+    place.parent.mkdir()
+    place.write_text('{"format": 9}')
+    with pytest.raises(UsageError):
+        register(tmp_path).load()
+    assert place.exists()
