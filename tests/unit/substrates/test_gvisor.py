@@ -1,13 +1,15 @@
 """What runsc is asked for, which runsc is taken, and what a copy is told first: with literal data."""
 
 import json
+import os
+import select
 import struct
 
 import pytest
 
 from untax.core.errors import CreateError, UsageError
 from untax.core.spec import Limits
-from untax.substrates import _gvisor_groups, _gvisor_live, _gvisor_runsc
+from untax.substrates import _gvisor_groups, _gvisor_live, _gvisor_memory, _gvisor_runsc
 from untax.substrates._gvisor_bundle import Wanted, config
 
 
@@ -97,3 +99,24 @@ def test_what_a_live_snapshot_settled_cannot_be_changed(tmp_path):
 def test_a_group_is_found_below_its_mount(at, inside, group, place):
     """Also where only a part of the tree is mounted, as in a container."""
     assert str(_gvisor_groups._below(at, inside, group)) == place
+
+
+def test_a_group_s_file_is_told_of_when_it_changes_and_not_while_it_is_idle():
+    """Or the loop of an engine would turn without a pause as long as a sandbox lives."""
+    tree = next((one for one in _gvisor_groups._trees() if one.is_unified), None)
+    if tree is None:
+        pytest.skip("gvisor: no writable cgroup v2 tree")
+    group = tree.parent / f"untax.test-{os.getpid()}"
+    (group / "below").mkdir(parents=True)
+    try:
+        changes = _gvisor_memory.Changes(group / "cgroup.events")
+        changes.seen()
+        assert not select.select([changes], [], [], 0.05)[0]
+        (group / "cgroup.freeze").write_text("1")
+        assert select.select([changes], [], [], 5)[0]
+        changes.seen()
+        assert not select.select([changes], [], [], 0.05)[0]
+        changes.close()
+    finally:
+        (group / "below").rmdir()
+        group.rmdir()
