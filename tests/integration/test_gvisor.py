@@ -259,6 +259,22 @@ async def test_a_live_snapshot_ends_with_its_engine_and_says_so(engine, box):
             await asyncio.sleep(0.01)
 
 
+async def test_a_box_whose_chain_had_to_go_is_put_down_and_the_next_lease_takes_it_in_again(engine):
+    """Other chains may take its place while it is in use."""
+    async with engine.lease(SMALL) as box:
+        chain = Path(box.sandbox._root.layers[-1])
+        chain.unlink()
+        snapshot = await box.snapshot(live=True)
+        async with engine.restore(snapshot) as copy:
+            assert (await copy.run(["echo", "on"])).text == "on\n"
+            again = await copy.snapshot(live=True)
+        async with engine.restore(again) as copy:
+            assert (await copy.run(["echo", "on"])).text == "on\n"
+    async with engine.lease(SMALL) as box:
+        assert (await box.run(["echo", "on"])).text == "on\n"
+        assert chain.exists()
+
+
 async def test_live_is_refused_with_words_where_it_cannot_be(tmp_path):
     if reason := substrates.load("namespace").unavailable_reason():
         pytest.skip(f"namespace: {reason}")

@@ -73,16 +73,20 @@ def test_a_copy_is_told_its_name_before_anything_else():
 def test_what_a_live_snapshot_settled_cannot_be_changed(tmp_path):
     memory, bundle = tmp_path / "memory", tmp_path / "bundle"
     memory.mkdir(), bundle.mkdir()
+    (memory / "image.erofs").touch()
     limits = Limits(pids=64, disk_mib=64)
     (memory / "about.json").write_text(json.dumps({"user": "1000", "limits": {"pids": 64, "disk_mib": 64}}))
     (memory / "config.json").write_text(json.dumps(config(wanted())))
 
     words = _gvisor_live.lay_out(str(memory), bundle, "1000", limits)
     assert words[0] == "restore"
-    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(memory / "image.erofs")
+    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(bundle / "image.erofs")
+    assert (bundle / "image.erofs").samefile(memory / "image.erofs")
+    (bundle / "image.erofs").unlink()
     for user, other in (("0", limits), ("1000", Limits(pids=65, disk_mib=64)), ("1000", Limits(pids=64, disk_mib=65))):
         with pytest.raises(UsageError):
             _gvisor_live.lay_out(str(memory), bundle, user, other)
+        assert not (bundle / "image.erofs").exists()
     with pytest.raises(CreateError):
         _gvisor_live.lay_out(str(tmp_path / "gone"), bundle, "1000", limits)
 
