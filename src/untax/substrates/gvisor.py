@@ -34,7 +34,16 @@ from untax.substrates._gvisor_groups import Group, Groups, sweep_groups
 from untax.substrates._gvisor_live import IMAGE, first_words, lay_out
 from untax.substrates._gvisor_runsc import Runsc, Started, runsc_path, runsc_version, version_trouble
 from untax.substrates._gvisor_sandbox import GvisorSandbox
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, is_host_root, sweep
+from untax.substrates._host import (
+    Holding,
+    cell_missing_reason,
+    cell_path,
+    chosen_state_dir,
+    destroy_all,
+    ensure_private_dir,
+    is_host_root,
+    sweep,
+)
 from untax.substrates._namespace_host import userns_reason
 from untax.substrates._tenant import Tenant
 
@@ -140,12 +149,14 @@ class GvisorSubstrate:
         holding, self._holding = self._holding, None
         if holding is None:
             return
-        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._live.values())))
+        failed = await destroy_all(list(self._live.values()))
         if self._groups is not None:
             self._groups.close()
-        if self._runsc is not None:
+        if self._runsc is not None and not failed:
             await asyncio.to_thread(remove_tree, self._runsc.place)
-        await asyncio.to_thread(holding.close)
+        await asyncio.to_thread(holding.close, is_clean=not failed)
+        if failed:
+            raise failed[0]
 
     # ---- chains ----
 
@@ -198,7 +209,8 @@ class GvisorSubstrate:
                 _remove(place, group)
                 raise
             if root.memory is not None:
-                started.channel.send(first_words(sandbox_id))
+                with contextlib.suppress(OSError):  # it has ended already: `wait_ready` says why
+                    started.channel.send(first_words(sandbox_id))
             sandbox = GvisorSandbox(
                 self._runsc, started, sandbox_id, place, group, replace(root, memory=None), spec.limits, tenant.user, tenant.facts,
                 self._groups.unenforced, self._ready_s, self._starting.release, self._forget,

@@ -26,7 +26,7 @@ from untax.core.spec import EnvSpec, require_duration
 from untax.core.substrate import Export, Facts, Typical, Unenforced
 from untax.substrates._chains import Chains
 from untax.substrates._claims import RangeClaim
-from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, is_host_root, sweep
+from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, destroy_all, ensure_private_dir, is_host_root, sweep
 from untax.substrates._tenant import Tenant
 from untax.substrates._vm_boot import Kernel, find_kernel, initramfs
 from untax.substrates._vm_files import SavedMachines, mke2fs
@@ -215,11 +215,13 @@ class VmSubstrate:
         holding, self._holding = self._holding, None
         if holding is None:
             return
-        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._live.values())))
+        failed = await destroy_all(list(self._live.values()))
         if self._machines is not None:
             self._machines.close()
             self._machines = None
-        await asyncio.to_thread(holding.close)
+        await asyncio.to_thread(holding.close, is_clean=not failed)
+        if failed:
+            raise failed[0]
 
     # ---- chains ----
 

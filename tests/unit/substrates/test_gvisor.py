@@ -124,3 +124,13 @@ def test_a_group_s_file_is_told_of_when_it_changes_and_not_while_it_is_idle():
     finally:
         (group / "below").rmdir()
         group.rmdir()
+
+
+def test_a_process_of_another_namespace_is_nobody_s_number(tmp_path, monkeypatch):
+    """The kernel shows such a one as 0, which means to kill(): whoever is in the caller's own process group."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    (tmp_path / "cgroup.procs").write_text("0\n7\n")
+    _gvisor_groups._kill_each(tmp_path)
+
+    assert killed == [7]
