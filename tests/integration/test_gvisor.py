@@ -300,5 +300,5 @@ async def test_live_is_refused_with_words_where_it_cannot_be(tmp_path):
     if reason := substrates.load("namespace").unavailable_reason():
         pytest.skip(f"namespace: {reason}")
     async with untax.Engine("namespace", state_dir=tmp_path / "state") as other, other.lease() as box:
-        with pytest.raises(untax.SubstrateUnavailable, match="gvisor"):
+        with pytest.raises(untax.SubstrateUnavailable, match="can put processes down"):
             await box.snapshot(live=True)
