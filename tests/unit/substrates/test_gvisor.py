@@ -1,9 +1,11 @@
 """What runsc is asked for, which runsc is taken, and what a copy is told first: with literal data."""
 
+import asyncio
 import json
 import os
 import select
 import struct
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,25 +107,53 @@ def test_a_group_is_found_below_its_mount(at, inside, group, place):
     assert str(_gvisor_groups._below(at, inside, group)) == place
 
 
-def test_a_group_s_file_is_told_of_when_it_changes_and_not_while_it_is_idle():
-    """Or the loop of an engine would turn without a pause as long as a sandbox lives."""
+@pytest.fixture
+def unified():
+    """A group of a version 2 tree, without controllers."""
     tree = next((one for one in _gvisor_groups._trees() if one.is_unified), None)
     if tree is None:
-        pytest.skip("gvisor: no writable cgroup v2 tree")
+        pytest.skip("cgroup2: no tree of version 2 that may be written to; root has one where it is mounted")
     group = tree.parent / f"untax.test-{os.getpid()}"
-    (group / "below").mkdir(parents=True)
-    try:
-        changes = _gvisor_memory.Changes(group / "cgroup.events")
+    group.mkdir()
+    yield group
+    group.rmdir()
+
+
+def test_a_group_s_file_is_told_of_when_it_changes_and_not_while_it_is_idle(unified):
+    changes = _gvisor_memory.Changes(unified / "cgroup.events")
+    for told in ("0", "1", "0"):
         changes.seen()
         assert not select.select([changes], [], [], 0.05)[0]
-        (group / "cgroup.freeze").write_text("1")
+        (unified / "cgroup.freeze").write_text(str(1 - int(told)))
         assert select.select([changes], [], [], 5)[0]
-        changes.seen()
-        assert not select.select([changes], [], [], 0.05)[0]
-        changes.close()
-    finally:
-        (group / "below").rmdir()
-        group.rmdir()
+    changes.close()
+
+
+async def test_a_loop_rests_while_a_sandbox_has_memory_left_and_is_told_when_it_has_not(unified, tmp_path, monkeypatch):
+    """Or it would turn without a pause as long as a sandbox lives."""
+    (tmp_path / "memory.events").symlink_to(unified / "cgroup.events")
+    (tmp_path / "memory.stat").write_text("anon 0\n")
+    told, shed = [], asyncio.Event()
+
+    async def shedding():
+        (tmp_path / "memory.stat").write_text("anon 0\n")
+        shed.set()
+
+    group = SimpleNamespace(memory=(tmp_path, True))
+    guard = _gvisor_memory.MemoryGuard(group, 100, shedding, lambda: told.append("ended"))
+    monkeypatch.setattr(guard, "_told", lambda really=guard._told: (told.append("told"), really()))
+    guard.watch()
+    await asyncio.sleep(0.1)
+    assert len(told) <= 1
+    (tmp_path / "memory.stat").write_text("anon 99\n")
+    (unified / "cgroup.freeze").write_text("1")
+    async with asyncio.timeout(5):
+        await shed.wait()
+        while guard._making_room is not None:
+            await asyncio.sleep(0.01)
+    guard.close()
+    assert "ended" not in told
+    assert len(told) <= 2
 
 
 def test_a_process_of_another_namespace_is_nobody_s_number(tmp_path, monkeypatch):
