@@ -75,7 +75,10 @@ ssize_t io_recv_fds(int sock, void *data, size_t size, int *fds, size_t *count) 
             else close(fd);
         }
     }
-    return n;
+    if (!(msg.msg_flags & MSG_CTRUNC)) return n;
+    while (*count) close(fds[--*count]);
+    errno = EMFILE;
+    return -1;
 }
 
 bool io_write_all(int fd, const void *data, size_t size) {

@@ -21,7 +21,7 @@ void io_roomy(int sock);
 
 // One sendmsg/recvmsg with descriptors attached. Result as of write and read; EINTR is retried.
 ssize_t io_send_fds(int sock, const void *data, size_t size, const int *fds, size_t count);
-// Received descriptors are close-on-exec. At most FDS_MAX; surplus ones are closed.
+// Received descriptors are close-on-exec. When not all that were sent could be, because they are more than FDS_MAX or than this process may have, none is kept: -1 with EMFILE.
 ssize_t io_recv_fds(int sock, void *data, size_t size, int *fds, size_t *count);
 
 // Writes all of it to a blocking descriptor; false on any failure.

@@ -27,7 +27,7 @@ struct furniture {
     uint64_t print;  // see launcher_print
 };
 
-#define FURNITURE_NONE ((struct furniture){.cg = CG_BOX_NONE, .root = -1})
+#define FURNITURE_NONE ((struct furniture){.slot.netns = -1, .cg = CG_BOX_NONE, .root = -1})
 
 void furniture_close(struct furniture *f);  // the descriptors; what they stand for is its holder's
 

@@ -126,6 +126,7 @@ static int receive_mounts(struct fresh *f, const char **step) {
         if (!ready) errno = ETIMEDOUT;
         if (ready <= 0) return -1;
         ssize_t n = io_recv_fds(launcher, &no, sizeof no, fds, &more);
+        if (n < 0 && errno == EMFILE) return -1;
         if (n <= 0) _exit(1);  // the launcher is gone
         for (size_t i = 0; i < more; i++)
             if (f->count < 1 + VIEWS_MAX) f->mounts[f->count++] = fds[i];

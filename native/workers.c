@@ -150,6 +150,7 @@ static void take_workers(void) {
         size_t count = 0;
         ssize_t n = io_recv_fds(control.fd, user, sizeof user, fds, &count);
         if (n < 0 && errno == EAGAIN) return;
+        if (n < 0 && errno == EMFILE) continue;  // its worker sees the end of a socket that nobody has
         struct birth *birth = count > 1 ? birth_map(fds[1]) : NULL;
         for (size_t i = 1; i < count; i++) close(fds[i]);
         if (n < 0 || (n == 0 && !count)) source_close(&control);

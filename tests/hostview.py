@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+SPARES = 2  # that the launcher of a living engine may keep for the next sandbox (native/spare.c), under names that a sandbox made of one goes on with
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -83,6 +85,14 @@ def agents(root: int | None = None) -> list[Seen]:
 def parked(root: int | None = None) -> list[Seen]:
     """The agents of those that nobody has had yet."""
     return [p for p in below(root if root is not None else os.getpid()) if p.is_parked and p.state != "Z"]
+
+
+def held(root: int) -> int:
+    """How many sandboxes below the one engine at `root` are somebody's: those that wait for a holder count beyond what may wait.
+
+    One that was lost before its first word looks as if it waited.
+    """
+    return len(agents(root)) + max(0, len(parked(root)) - SPARES)
 
 
 def inside(agent: Seen) -> list[Seen]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from tests import hostview
 
 _PR_SET_CHILD_SUBREAPER = 36
-SPARES = 2  # that the launcher of a living engine may keep for the next sandbox (native/spare.c), under names that a sandbox made of one goes on with
 
 
 def adopt_orphans() -> None:
@@ -48,20 +47,22 @@ class Watch:
 
     marks: tuple[str, ...]
     state_dir: Path | None = None
-    spares: int = SPARES
+    spares: int = hostview.SPARES
     ignore_processes: Callable[[hostview.Seen], bool] = field(default=lambda process: False)
 
     def take(self) -> Snapshot:
         _reap_orphans()
-        processes = [p for p in _without_parked(hostview.below(os.getpid()), self.spares) if not self.ignore_processes(p)]
+        everyone = hostview.below(os.getpid())
+        processes = [p for p in _without_parked(everyone, self.spares) if not self.ignore_processes(p)]
+        waiting = sum(p.is_parked and p.state != "Z" for p in everyone) + 1 if self.spares else 0  # and one in the making
         return Snapshot(
             mounts=frozenset(line for line in _mounts() if self._is_ours(line)),
-            cgroups=_without_spares((name for name in _cgroups() if self._is_ours(name)), self.spares),
+            cgroups=_without_spares((name for name in _cgroups() if self._is_ours(name)), waiting, self.spares),
             processes=frozenset(f"{p.pid} started {p.started}" for p in processes),
             namespaces=frozenset().union(*(_namespaces(p.pid) for p in processes), _namespaces("self")),
             loops=frozenset(line for line in _loops() if self._is_ours(line)),
             descriptors=frozenset(_descriptors()),
-            entries=_without_spares(_entries(self.state_dir), self.spares),
+            entries=_without_spares(_entries(self.state_dir), waiting, self.spares),
         )
 
     def wait_like(self, before: Snapshot, within_s: float = 20.0) -> dict[str, list[str]]:
@@ -77,17 +78,21 @@ class Watch:
         return any(mark in text for mark in self.marks)
 
 
-def _without_spares(names: Iterable[str], spares: int) -> frozenset[str]:
-    """What is made ahead of need comes and goes; only more of it than there may be is somebody's leftover."""
+def _without_spares(names: Iterable[str], waiting: int, parts: int) -> frozenset[str]:
+    """What is made ahead of need comes and goes; only more of it than there may be is somebody's leftover.
+
+    That is as many sandboxes as are `waiting`, and of each kind of part (`spare-1-blank`) as many as `parts`.
+    """
     counts: Counter[str] = Counter()
     kept = set()
     for name in names:
         kind = re.sub(r"\bspare-\d+", "spare", name)
         counts[kind] += 1
+        more = counts[kind] - (parts if re.search(r"\bspare-\d+-", name) else waiting)
         if kind == name:
             kept.add(name)
-        elif counts[kind] > spares:
-            kept.add(f"{kind} #{counts[kind]}")
+        elif more > 0:
+            kept.add(f"{kind} #{more}")
     return frozenset(kept)
 
 

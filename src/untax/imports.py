@@ -19,7 +19,7 @@ from untax.core.root import Root
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec, Network
 from untax.core.stage import Identity, Stage, stages_of
-from untax.core.substrate import Importing
+from untax.core.substrate import Evicting, Importing
 from untax.ground import Ground
 from untax.grounds import Grounds
 
@@ -43,7 +43,11 @@ class Imports(Grounds):
         self._taken: dict[EnvSpec, Ground] = {}
 
     def at_hand(self, spec: EnvSpec) -> Ground | None:
-        return self._taken.get(_recipe(spec))
+        ground = self._taken.get(_recipe(spec))
+        if ground is not None and isinstance(self._substrate, Evicting) and not self._substrate.has_taken(ground.root):
+            del self._taken[_recipe(spec)]
+            return None
+        return ground
 
     async def find(self, spec: EnvSpec, progress: Progress | None = None) -> tuple[Ground, Mapping[str, float]]:
         ground = await self._own(spec)

@@ -178,7 +178,7 @@ class Tenancy(Box):
             raise SubstrateUnavailable(
                 self.id,
                 f"substrate {self._engine.substrate.name!r} keeps files only; process memory (live=True) needs one that can put processes down "
-                "and go on with them, as 'gvisor' can, and an untax.Engine in this very process",
+                "and go on with them (docs/api.md says which), and an untax.Engine in this very process",
             )
         return sandbox, channel, ground
 

@@ -14,7 +14,7 @@ from tests.images import small_directory, tools_directory
 
 import untax
 from untax import substrates
-from untax.substrates import _gvisor_groups
+from untax.substrates import _gvisor_groups, gvisor
 
 SPEC = untax.EnvSpec(image=f"dir:{tools_directory()}", isolation="gvisor")
 SMALL = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="gvisor")
@@ -259,9 +259,46 @@ async def test_a_live_snapshot_ends_with_its_engine_and_says_so(engine, box):
             await asyncio.sleep(0.01)
 
 
+async def test_a_box_whose_chain_had_to_go_is_put_down_and_the_next_lease_takes_it_in_again(engine):
+    """Other chains may take its place while it is in use."""
+    async with engine.lease(SMALL) as box:
+        chain = Path(box.sandbox._root.layers[-1])
+        chain.unlink()
+        snapshot = await box.snapshot(live=True)
+        async with engine.restore(snapshot) as copy:
+            assert (await copy.run(["echo", "on"])).text == "on\n"
+            again = await copy.snapshot(live=True)
+        async with engine.restore(again) as copy:
+            assert (await copy.run(["echo", "on"])).text == "on\n"
+    async with engine.lease(SMALL) as box:
+        assert (await box.run(["echo", "on"])).text == "on\n"
+        assert chain.exists()
+
+
+async def test_a_copy_that_ends_before_it_is_told_its_name_is_an_error_and_leaves_nothing(engine, box, monkeypatch):
+    class Dead(gvisor.Started):
+        def __init__(self, *words):
+            super().__init__(*words)
+            self.kill()
+            self.process.wait()
+
+    snapshot = await box.snapshot(live=True)
+    place = engine.substrate._holding.path
+    before = set(place.glob("sbx-*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(gvisor, "Started", Dead)
+        with pytest.raises(untax.CreateError, match="did not come up"):
+            await engine.restore(snapshot)
+    async with asyncio.timeout(10):
+        while set(place.glob("sbx-*")) - before:
+            await asyncio.sleep(0.01)
+    async with engine.restore(snapshot) as copy:
+        assert (await copy.run(["echo", "on"])).text == "on\n"
+
+
 async def test_live_is_refused_with_words_where_it_cannot_be(tmp_path):
     if reason := substrates.load("namespace").unavailable_reason():
         pytest.skip(f"namespace: {reason}")
     async with untax.Engine("namespace", state_dir=tmp_path / "state") as other, other.lease() as box:
-        with pytest.raises(untax.SubstrateUnavailable, match="gvisor"):
+        with pytest.raises(untax.SubstrateUnavailable, match="can put processes down"):
             await box.snapshot(live=True)

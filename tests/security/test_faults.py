@@ -636,9 +636,9 @@ async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
             await host.lease("after")
             assert (await host.run("after", ["echo", "ok"]))["stdout"] == b"ok\n"
             await host.call("release", box="after")
-        remaining = hostview.eventually(lambda: not hostview.agents(host.pid), 5)
+        remaining = hostview.eventually(lambda: not hostview.held(host.pid), 5)
         pid = host.pid
-        assert remaining or len(hostview.agents(host.pid)) <= 1  # one may be kept ready
+        assert remaining or hostview.held(host.pid) <= 1  # one may be kept ready
     assert not await wait_clean(state, pid, 10)
     if not met and os.geteuid() != 0:
         pytest.skip(f"root: an ordinary user's launcher does not make the call {call}")

@@ -19,9 +19,9 @@ ROOT = os.geteuid() == 0
 
 
 def children(pid: int) -> set[int]:
-    """Those that work for it; not sandboxes, which it may start at any time."""
+    """Those that work for it; not sandboxes, which it may start at any time, until they have died and wait for it to notice."""
     found = (hostview.seen(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-    return {child.pid for child in found if child and not child.is_init}
+    return {child.pid for child in found if child and not (child.is_init and child.state != "Z")}
 
 
 def processor_s(pid: int) -> float:

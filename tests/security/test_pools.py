@@ -163,6 +163,8 @@ async def test_q6_a_pool_resized_to_zero_during_leases_lets_them_finish(state):
         await asyncio.to_thread(hostview.eventually, lambda: engine.pools().sandboxes == 0, 5.0, 0.02)
         assert engine.pools().sandboxes == 0
         assert not hostview.agents(os.getpid())
+        launcher = engine.substrate._launcher.pid
+        assert await asyncio.to_thread(hostview.eventually, lambda: not hostview.held(launcher), 5)
 
 
 async def test_q3_leases_and_cancellations_at_once_leave_no_place_taken(state):

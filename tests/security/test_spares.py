@@ -154,7 +154,7 @@ async def test_there_are_never_more_than_a_few(engine, tmp_path):
         shutil.copytree(small_image("namespace").removeprefix("dir:"), image, symlinks=True)
         await quiet(engine, untax.EnvSpec(image=f"dir:{image}"))
 
-        assert 0 < len(hostview.parked()) <= leftovers.SPARES
+        assert 0 < len(hostview.parked()) <= hostview.SPARES
 
 
 async def test_a_dropped_snapshot_goes_although_something_was_made_ahead_over_it(engine, spec):
@@ -169,3 +169,20 @@ async def test_a_dropped_snapshot_goes_although_something_was_made_ahead_over_it
     async with engine.lease(spec) as box:
         with pytest.raises(FileNotFoundError):
             await box.read("kept")
+
+
+def test_a_group_that_nobody_waits_in_is_left_over():
+    """Else two sandboxes could be lost in each test without anybody noticing."""
+    names = ["cpu/spare-1", "cpu/spare-2", "memory/spare-1", "spare-7-blank", "spare-8-blank", "cpu/other"]
+
+    assert leftovers._without_spares(names, 2, 2) == {"cpu/other"}
+    assert leftovers._without_spares(names, 1, 2) == {"cpu/other", "cpu/spare #1"}
+
+
+def test_a_sandbox_lost_before_its_first_word_is_somebody_s(monkeypatch):
+    """It looks like one that waits; there are more of those than may be."""
+    waiting = [hostview.Seen(pid, 1, "S", "cell-waiting", 0, (*hostview._own_pids(), 1)) for pid in (7, 8)]
+    monkeypatch.setattr(hostview, "below", lambda _: waiting)
+    assert hostview.held(1) == 0
+    waiting.append(hostview.Seen(9, 1, "S", "cell", 0, (*hostview._own_pids(), 1)))
+    assert hostview.held(1) == 1

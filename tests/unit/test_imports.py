@@ -46,6 +46,9 @@ class ImportingFake(FakeSubstrate):
     async def discard(self, root):
         self.taken = {key: value for key, value in self.taken.items() if root.layers != (f"taken:{key}",)}
 
+    def has_taken(self, root):
+        return any(root.layers == (f"taken:{key}",) for key in self.taken) or root.layers == ("own:mine",)
+
     async def create_on(self, spec, root, *, cache=None):
         assert cache is None
         self.roots.append(root)
@@ -120,6 +123,15 @@ async def test_what_failed_is_looked_for_again(engine, image):
     del engine.substrate.failures["create"]
     async with engine.lease(image):
         assert len(engine.substrate.taken) == 1
+
+
+async def test_what_had_to_go_is_taken_in_again_before_anything_fails(engine, image):
+    async with engine.lease(image):
+        pass
+    engine.substrate.taken.clear()
+    async with engine.lease(image) as box:
+        assert "import" in box.ledger.stages
+    assert len(engine.substrate.taken) == 1
 
 
 async def test_preparing_takes_in_and_discarding_gives_up(engine, image):

@@ -230,6 +230,14 @@ class Importing(Protocol):
         """As `create`, over a root that one of the others gave, whatever `spec.image` says."""
 
 
+@runtime_checkable
+class Evicting(Protocol):
+    """An importing substrate that removes what it took in when it takes in too much."""
+
+    def has_taken(self, root: Root) -> bool:
+        """Whether what `take_in` gave still stands for its chain; otherwise it is taken in again."""
+
+
 class LayeredSandbox(Sandbox, Protocol):
     """A sandbox over layers: what was written in it lies apart from them."""
 

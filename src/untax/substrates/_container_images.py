@@ -102,7 +102,7 @@ class EngineImages:
                 layer = await asyncio.to_thread(cell_layer, Path(place))
                 whole = root.with_layers(str(layer))
                 if root.views:
-                    await self._pour(tag, whole, export, Path(place) / "tree.tar")
+                    await self._pour(tag, whole, export)
                 else:
                     archive = Path(place) / "image.tar"
                     await asyncio.to_thread(export, whole, archive, f"{REPOSITORY}:{tag}", {LABEL: tag})
@@ -113,15 +113,25 @@ class EngineImages:
         await self._forget_old()
         return found
 
-    async def _pour(self, tag: str, root: Root, export: Export, pipe: Path) -> None:
+    async def _pour(self, tag: str, root: Root, export: Export) -> None:
         """One layer, from the host's files straight into the engine: gigabytes lie nowhere in between, and are read once."""
         log.info("%s takes this machine's own software in, once until it changes", self._api.engine)
-        os.mkfifo(pipe, 0o600)
         reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        source = os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
-        exporting = asyncio.ensure_future(asyncio.to_thread(export, root, pipe, f"{REPOSITORY}:{tag}", {}, to="tar"))
+        ours, its = os.pipe()  # and no FIFO: whoever opens that for writing waits for somebody who reads, for ever if need be
+
+        def write() -> None:
+            try:
+                export(root, Path(f"/proc/self/fd/{its}"), f"{REPOSITORY}:{tag}", {}, to="tar")
+            finally:
+                os.close(its)
+
+        source, loop = os.fdopen(ours, "rb", buffering=0), asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+        except BaseException:
+            os.close(its)
+            raise
+        exporting = asyncio.ensure_future(asyncio.to_thread(write))
         labels = [("changes", f"LABEL {name}={value}") for name, value in ((LABEL, tag), (_HOST_LABEL, "1"))]
         query = [("fromSrc", "-"), ("repo", f"{REPOSITORY}:{tag}"), *labels]
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -163,9 +164,10 @@ def sweep_groups(owner: str) -> bool:
 def _kill_each(path: Path) -> None:
     """Where there is no kill of a whole group. Numbers are read and used at once; only members of the group are named there."""
     with contextlib.suppress(OSError):
-        for number in (path / "cgroup.procs").read_text().split():
+        for number in map(int, (path / "cgroup.procs").read_text().split()):
             with contextlib.suppress(OSError):
-                os.kill(int(number), 9)
+                if number:  # 0: of another pid namespace, and to kill() our own group
+                    os.kill(number, signal.SIGKILL)
 
 
 def _removed(path: Path, is_unified: bool, end: float) -> bool:

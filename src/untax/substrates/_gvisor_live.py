@@ -1,7 +1,8 @@
 """Sandboxes that were put down with their memory: a directory each, from which any number of others go on.
 
 runsc writes what its kernel holds: processes, their memory, and the files above the image. Beside that lie the description that the sandbox was
-made with, which a copy must have too, and a link to the image, which therefore stays as long as copies can be made.
+made with, which a copy must have too, and a link to the image. Each sandbox has such a link beside its own description: the image stays as long as
+one stands on it, or can be made to.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from untax.core.root import Root
 from untax.core.spec import Limits
 from untax.substrates._gvisor_runsc import Runsc
 
-_IMAGE, _CONFIG, _ABOUT = "image.erofs", "config.json", "about.json"
+IMAGE, _CONFIG, _ABOUT = "image.erofs", "config.json", "about.json"
 _CHECKPOINT_S = 120.0
+_GONE = "the live snapshot is there no more"
 _FIXED = ("pids", "disk_mib")  # which the kernel that was put down enforces itself
 
 
@@ -44,7 +46,7 @@ async def put_down(runsc: Runsc, sandbox_id: str, bundle: Path, root: Root, user
         await runsc.call(
             "checkpoint", "--leave-running", "--compression=none", f"--image-path={place / 'memory'}", sandbox_id, timeout_s=_CHECKPOINT_S
         )
-        await asyncio.to_thread(_add, place, bundle, root, user, limits)
+        await asyncio.to_thread(_add, place, bundle, user, limits)
     except OSError as exc:
         await asyncio.to_thread(remove_tree, place)
         raise BackendError(sandbox_id, f"snapshot: {exc.strerror}; free space in the state directory") from exc
@@ -54,8 +56,8 @@ async def put_down(runsc: Runsc, sandbox_id: str, bundle: Path, root: Root, user
     return RememberedSandbox(replace(root, memory=str(place)), place)
 
 
-def _add(place: Path, bundle: Path, root: Root, user: str, limits: Limits) -> None:
-    os.link(root.layers[-1], place / _IMAGE)
+def _add(place: Path, bundle: Path, user: str, limits: Limits) -> None:
+    os.link(bundle / IMAGE, place / IMAGE)
     shutil.copyfile(bundle / _CONFIG, place / _CONFIG)
     (place / _ABOUT).write_text(json.dumps({"user": user, "limits": asdict(limits)}))
 
@@ -70,13 +72,17 @@ def lay_out(memory: str, bundle: Path, user: str, limits: Limits) -> Sequence[st
         about = json.loads((place / _ABOUT).read_text())
         description = json.loads((place / _CONFIG).read_text())
     except FileNotFoundError as exc:
-        raise CreateError("", "the live snapshot is there no more") from exc
+        raise CreateError("", _GONE) from exc
     if about["user"] != user:
         raise UsageError(f"user {user!r}: processes of a live snapshot go on as {about['user']!r}; leave user= out, or name it in run()")
     for name in _FIXED:
         if about["limits"][name] != getattr(limits, name):
             raise UsageError(f"limits: {name} is {about['limits'][name]} in a live snapshot and cannot be changed; memory_mib and cpus can")
-    description["annotations"]["dev.gvisor.spec.rootfs.source"] = str(place / _IMAGE)
+    try:
+        os.link(place / IMAGE, bundle / IMAGE)
+    except FileNotFoundError as exc:
+        raise CreateError("", _GONE) from exc
+    description["annotations"]["dev.gvisor.spec.rootfs.source"] = str(bundle / IMAGE)
     (bundle / _CONFIG).write_text(json.dumps(description))
     return ["restore", f"--bundle={bundle}", f"--image-path={place / 'memory'}"]
 

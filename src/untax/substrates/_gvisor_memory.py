@@ -11,6 +11,7 @@ import contextlib
 import errno
 import logging
 import os
+import select
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class MemoryGuard:
         self._shed = shed
         self._give_up = give_up
         self._fd = -1
+        self._changes: Changes | None = None
         self._making_room: asyncio.Task[None] | None = None
         self._path = Path()
         self._is_unified = False
@@ -70,11 +72,12 @@ class MemoryGuard:
     def _watched_unified(self) -> int:
         (self._path / "memory.max").write_text(str(self._limit + _ROOM))
         (self._path / "memory.high").write_text(str(self._limit))  # beyond it they are slowed down
-        return os.open(self._path / "memory.events", os.O_RDONLY | os.O_CLOEXEC)
+        self._changes = Changes(self._path / "memory.events")
+        return self._changes.fileno()
 
     def _told(self) -> None:
-        if self._is_unified:
-            os.pread(self._fd, 4096, 0)  # or it is told again
+        if self._changes is not None:
+            self._changes.seen()
             if self._taken() < self._limit * 15 // 16:
                 return  # what was read from files is in it, and makes room by itself
         else:
@@ -138,8 +141,37 @@ class MemoryGuard:
             self._making_room.cancel()
         if self._fd >= 0:
             asyncio.get_running_loop().remove_reader(self._fd)
-            os.close(self._fd)
+            if self._changes is not None:
+                self._changes.close()
+            else:
+                os.close(self._fd)
             self._fd = -1
             if not self._is_unified:
                 with contextlib.suppress(OSError):
                     (self._path / "memory.oom_control").write_text("0")
+
+
+class Changes:
+    """Of a file of a version 2 group: readable when it has changed since it was `seen`, and once at first.
+
+    Such a file can be read at any time, and tells a change by EPOLLPRI only, which a loop's own readers do not wait for.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._epoll = select.epoll()
+            self._epoll.register(self._file, select.EPOLLPRI)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def seen(self) -> None:
+        os.pread(self._file, 4096, 0)  # or it is told again
+
+    def close(self) -> None:
+        self._epoll.close()
+        os.close(self._file)

@@ -13,12 +13,13 @@ import os
 import secrets
 import stat
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from untax._remove import remove_tree
 from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
 from untax.core.spec import require_text
+from untax.core.substrate import Sandbox
 
 _CELL = Path(__file__).resolve().parent.parent / "_native" / "cell"
 _LOCK = "lock"
@@ -118,12 +119,19 @@ class Holding:
             raise BackendError("", f"state directory {root}: {exc.strerror}; make it writable, or name another with state_dir=…") from exc
         return cls(path, fd)
 
-    def close(self) -> None:
-        """Give the directory up and remove it. Safe to call twice."""
+    def close(self, *, is_clean: bool = True) -> None:
+        """Give the directory up and remove it; one that is not clean is left for the next sweep. Safe to call twice."""
         if self._lock_fd >= 0:
-            remove_tree(self.path)
+            if is_clean:
+                remove_tree(self.path)
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+async def destroy_all(sandboxes: Iterable[Sandbox]) -> list[BaseException]:
+    """Each of them, whatever becomes of the others; gives what went wrong."""
+    ended = await asyncio.gather(*(sandbox.destroy() for sandbox in sandboxes), return_exceptions=True)
+    return [one for one in ended if one is not None]
 
 
 async def wait_exit(child: subprocess.Popen[bytes], patience_s: float, kill: Callable[[], object]) -> None:

@@ -17,7 +17,6 @@ import platform as machine
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +27,23 @@ from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, Us
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.substrate import Export, Typical
+from untax.substrates._chains import Chains
 from untax.substrates._container_images import cell_layer
 from untax.substrates._gvisor_bundle import Wanted, config
 from untax.substrates._gvisor_groups import Group, Groups, sweep_groups
-from untax.substrates._gvisor_live import first_words, lay_out
+from untax.substrates._gvisor_live import IMAGE, first_words, lay_out
 from untax.substrates._gvisor_runsc import Runsc, Started, runsc_path, runsc_version, version_trouble
 from untax.substrates._gvisor_sandbox import GvisorSandbox
-from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, is_host_root, sweep
+from untax.substrates._host import (
+    Holding,
+    cell_missing_reason,
+    cell_path,
+    chosen_state_dir,
+    destroy_all,
+    ensure_private_dir,
+    is_host_root,
+    sweep,
+)
 from untax.substrates._namespace_host import userns_reason
 from untax.substrates._tenant import Tenant
 
@@ -43,7 +52,6 @@ log = logging.getLogger("untax.gvisor")
 Platform = Literal["systrap", "ptrace", "kvm"]
 
 _READY_S = 30.0
-_CHAINS_KEPT = 16
 _STARTS_PER_CPU = 2
 _RUN_LINK = "run"  # in a holding: where runsc keeps its own
 # gVisor's kernel itself, and the two processes of runsc: some 60 MiB on a quiet sandbox, more when much is open.
@@ -87,7 +95,7 @@ class GvisorSubstrate:
         self._groups: Groups | None = None
         self._runsc: Runsc | None = None
         self._live: dict[str, GvisorSandbox] = {}
-        self._busy: dict[str, asyncio.Lock] = {}
+        self._chains = Chains(self._root / "chains", "erofs")
 
     # ---- what this machine offers ----
 
@@ -128,7 +136,7 @@ class GvisorSubstrate:
 
     def _set_up(self, holding: Path) -> None:
         sweep(self._root, _end_left)
-        ensure_private_dir(self._root / "chains")
+        self._chains.open()
         place = _short_place()
         (holding / _RUN_LINK).symlink_to(place)
         path = runsc_path(self._given)
@@ -141,12 +149,14 @@ class GvisorSubstrate:
         holding, self._holding = self._holding, None
         if holding is None:
             return
-        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._live.values())))
+        failed = await destroy_all(list(self._live.values()))
         if self._groups is not None:
             self._groups.close()
-        if self._runsc is not None:
+        if self._runsc is not None and not failed:
             await asyncio.to_thread(remove_tree, self._runsc.place)
-        await asyncio.to_thread(holding.close)
+        await asyncio.to_thread(holding.close, is_clean=not failed)
+        if failed:
+            raise failed[0]
 
     # ---- chains ----
 
@@ -160,20 +170,22 @@ class GvisorSubstrate:
 
     async def take_in(self, key: str, root: Root, export: Export) -> Root:
         """The chain with the cell on top as one read-only image, written once and found again by its key."""
-        assert self._holding is not None
-        path = self._root / "chains" / f"{hashlib.sha256(f'{key} {self._cell}'.encode()).hexdigest()[:40]}.erofs"
-        async with self._busy.setdefault(path.name, asyncio.Lock()):
-            if not path.exists():
-                with tempfile.TemporaryDirectory(prefix="export-", dir=self._holding.path) as scratch:
-                    layer = await asyncio.to_thread(cell_layer, Path(scratch))
-                    await asyncio.to_thread(export, root.with_layers(str(layer)), path, "localhost/untax:image", {})
-                await asyncio.to_thread(_forget_old, path.parent)
-            os.utime(path, (time.time(), path.stat().st_mtime))  # when it was last used; when it was made is part of what it is
-        return replace(root, layers=(str(path),), views=())
+        holding = self._holding
+        assert holding is not None
+
+        async def write(path: Path) -> None:
+            with tempfile.TemporaryDirectory(prefix="export-", dir=holding.path) as scratch:
+                layer = await asyncio.to_thread(cell_layer, Path(scratch))
+                await asyncio.to_thread(export, root.with_layers(str(layer)), path, "localhost/untax:image", {})
+
+        return await self._chains.take_in(f"{key} {self._cell}", root, write)
+
+    def has_taken(self, root: Root) -> bool:
+        return self._chains.has(root)
 
     async def discard(self, root: Root) -> None:
-        """Sandboxes that have the image open keep it until they end."""
-        await asyncio.to_thread(Path(root.layers[-1]).unlink, missing_ok=True)
+        """Sandboxes that stand on the image keep it until they end."""
+        await self._chains.discard(root)
 
     # ---- sandboxes ----
 
@@ -184,20 +196,21 @@ class GvisorSubstrate:
         del cache  # stages are built elsewhere
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
         tenant = Tenant.of(spec, root)
-        wanted = Wanted(sandbox_id, root.layers[-1], tenant.user, tenant.own, spec.limits)
         await self._starting.acquire()
         try:
             if self._holding is None or self._runsc is None or self._groups is None:
                 raise BackendError("", "the gvisor substrate is not started, or closed")
             place = self._holding.path / sandbox_id
-            words, group = self._made(sandbox_id, place, wanted, root.memory)
+            wanted = Wanted(sandbox_id, str(place / IMAGE), tenant.user, tenant.own, spec.limits)
+            words, group = self._made(sandbox_id, place, wanted, root)
             try:
                 started = Started(self._runsc, words, sandbox_id, group.joins)
             except BaseException:
                 _remove(place, group)
                 raise
             if root.memory is not None:
-                started.channel.send(first_words(sandbox_id))
+                with contextlib.suppress(OSError):  # it has ended already: `wait_ready` says why
+                    started.channel.send(first_words(sandbox_id))
             sandbox = GvisorSandbox(
                 self._runsc, started, sandbox_id, place, group, replace(root, memory=None), spec.limits, tenant.user, tenant.facts,
                 self._groups.unenforced, self._ready_s, self._starting.release, self._forget,
@@ -208,15 +221,16 @@ class GvisorSubstrate:
         self._live[sandbox_id] = sandbox
         return sandbox
 
-    def _made(self, sandbox_id: str, place: Path, wanted: Wanted, memory: str | None) -> tuple[Sequence[str], Group]:
+    def _made(self, sandbox_id: str, place: Path, wanted: Wanted, root: Root) -> tuple[Sequence[str], Group]:
         """The bundle and the group, a few small files each, and the words for runsc."""
         assert self._groups is not None
         try:
             place.mkdir(mode=0o700)
             (place / "rootfs").mkdir()
-            if memory is not None:
-                words = lay_out(memory, place, wanted.user, wanted.limits)
+            if root.memory is not None:
+                words = lay_out(root.memory, place, wanted.user, wanted.limits)
             else:
+                self._chains.link(root, place / IMAGE)
                 (place / "config.json").write_text(json.dumps(config(wanted)))
                 words = ["run", f"--bundle={place}"]
             return words, self._groups.make(sandbox_id, wanted.limits)
@@ -256,8 +270,3 @@ def _end_left(holding: Path) -> None:
         if place.name.startswith("untax-gv-") and place.lstat().st_uid == os.geteuid():
             remove_tree(place)
     remove_tree(holding)
-
-
-def _forget_old(chains: Path) -> None:
-    for path in sorted(chains.glob("*.erofs"), key=lambda one: one.stat().st_atime, reverse=True)[_CHAINS_KEPT:]:
-        path.unlink(missing_ok=True)

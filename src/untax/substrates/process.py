@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -59,6 +60,7 @@ class ProcessSubstrate:
         self._root = state_dir / "process"
         self._holding: Holding | None = None
         self._removing: set[asyncio.Future[bool]] = set()
+        self._remover: ThreadPoolExecutor | None = None
 
     def unavailable_reason(self) -> str | None:
         if not sys.platform.startswith("linux"):
@@ -72,6 +74,8 @@ class ProcessSubstrate:
         if self._holding is None:
             ensure_private_dir(self._root.parent)
             self._holding = Holding.take(self._root)
+            # One thread of its own, beside which the loop's are free for whoever waits for them, however many trees are on their way out.
+            self._remover = ThreadPoolExecutor(1, thread_name_prefix="untax-remove")
             await asyncio.to_thread(sweep, self._root, remove_tree)
 
     async def aclose(self) -> None:
@@ -79,6 +83,8 @@ class ProcessSubstrate:
         await self.wait_tidy()
         if holding is not None:
             await asyncio.to_thread(holding.close)
+        if self._remover is not None:
+            self._remover.shutdown(wait=False)
 
     async def wait_tidy(self) -> None:
         while self._removing:
@@ -94,7 +100,7 @@ class ProcessSubstrate:
         except OSError:  # a full file system may refuse even that
             await asyncio.to_thread(remove_tree, home)
             return
-        removing = asyncio.get_running_loop().run_in_executor(None, remove_tree, gone)
+        removing = asyncio.get_running_loop().run_in_executor(self._remover, remove_tree, gone)
         self._removing.add(removing)
         removing.add_done_callback(self._removing.discard)
 

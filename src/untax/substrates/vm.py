@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import platform
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -27,8 +24,9 @@ from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.substrate import Export, Facts, Typical, Unenforced
+from untax.substrates._chains import Chains
 from untax.substrates._claims import RangeClaim
-from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, ensure_private_dir, is_host_root, sweep
+from untax.substrates._host import Holding, cell_missing_reason, chosen_state_dir, destroy_all, ensure_private_dir, is_host_root, sweep
 from untax.substrates._tenant import Tenant
 from untax.substrates._vm_boot import Kernel, find_kernel, initramfs
 from untax.substrates._vm_files import SavedMachines, mke2fs
@@ -42,7 +40,6 @@ log = logging.getLogger("untax.vm")
 
 _READY_S = 180.0  # an emulated boot takes some 6 s on a quiet machine, and ten times that on a busy one
 _KEEP = 8
-_CHAINS_KEPT = 16
 _CHAINS_BYTES = 16 << 30  # the host's own software is gigabytes, and another disk with every package that changes
 _EMULATED = Unenforced(
     "isolation",
@@ -120,7 +117,7 @@ class VmSubstrate:
         self._holding: Holding | None = None
         self._machines: Machines | None = None
         self._live: dict[str, VmSandbox] = {}
-        self._busy: dict[str, asyncio.Lock] = {}
+        self._chains = Chains(self._root / "chains", "squashfs", _CHAINS_BYTES)
 
     # ---- what this machine offers ----
 
@@ -190,8 +187,8 @@ class VmSubstrate:
             raise SubstrateUnavailable("", f"vm: {self.unavailable_reason()}")
         self._starting = asyncio.Semaphore(self._starts)
         await asyncio.to_thread(sweep, self._root, _end_left)
-        for place in ("chains", "saved"):
-            ensure_private_dir(self._root / place)
+        self._chains.open()
+        ensure_private_dir(self._root / "saved")
         ram_disk = await asyncio.to_thread(initramfs, kernel)
         accel = await self._choose(qemu, kernel, ram_disk)
         self.name = "-".join(("vm", *(["microvm"] if self._machine == "microvm" else []), *(["emulated"] if accel == "tcg" else [])))
@@ -218,11 +215,13 @@ class VmSubstrate:
         holding, self._holding = self._holding, None
         if holding is None:
             return
-        await asyncio.gather(*(sandbox.destroy() for sandbox in list(self._live.values())))
+        failed = await destroy_all(list(self._live.values()))
         if self._machines is not None:
             self._machines.close()
             self._machines = None
-        await asyncio.to_thread(holding.close)
+        await asyncio.to_thread(holding.close, is_clean=not failed)
+        if failed:
+            raise failed[0]
 
     # ---- chains ----
 
@@ -236,20 +235,14 @@ class VmSubstrate:
 
     async def take_in(self, key: str, root: Root, export: Export) -> Root:
         """The chain as one read-only disk, made once and found again by its key."""
-        path = self._root / "chains" / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.squashfs"
-        async with self._alone(path.name):
-            if not path.exists():
-                await asyncio.to_thread(export, root, path, "localhost/untax:disk", {})
-                await asyncio.to_thread(_forget_old, path.parent)
-            os.utime(path, (time.time(), path.stat().st_mtime))  # when it was last used; when it was made is part of what it is
-        return replace(root, layers=(str(path),), views=())
+        return await self._chains.take_in(key, root, lambda path: asyncio.to_thread(export, root, path, "localhost/untax:disk", {}))
+
+    def has_taken(self, root: Root) -> bool:
+        return self._chains.has(root)
 
     async def discard(self, root: Root) -> None:
         """Machines that have the disk open keep it until they end; saved ones that stood on it are never found again, and go in their turn."""
-        await asyncio.to_thread(Path(root.layers[-1]).unlink, missing_ok=True)
-
-    def _alone(self, what: str) -> asyncio.Lock:
-        return self._busy.setdefault(what, asyncio.Lock())
+        await self._chains.discard(root)
 
     # ---- sandboxes ----
 
@@ -264,8 +257,8 @@ class VmSubstrate:
         sandbox_id = f"sbx-{secrets.token_hex(6)}"
         tenant = Tenant.of(spec, root)
         birth = Birth(sandbox_id, spec.limits, tenant.user, tenant.own)
-        base = Path(root.layers[-1])
         async with self._starting:
+            base = self._chains.use(root)
             started = await (machines.booted if self._is_cold else machines.restored)(sandbox_id, base, spec.limits)
         unenforced = (_EMULATED,) if machines.host.accel == "tcg" else ()
         sandbox = self._sandbox(started, birth, tenant.facts, unenforced)
@@ -314,12 +307,3 @@ def _end_left(holding: Path) -> None:
             finally:
                 os.close(pidfd)
     remove_tree(holding)
-
-
-def _forget_old(chains: Path) -> None:
-    """Those not used for longest, beyond a number and beyond a size. A machine that still has a disk open keeps it until it ends."""
-    left = _CHAINS_BYTES
-    for count, path in enumerate(sorted(chains.glob("*.squashfs"), key=lambda one: one.stat().st_atime, reverse=True)):
-        left -= path.stat().st_size
-        if count >= _CHAINS_KEPT or (left < 0 and count):
-            path.unlink(missing_ok=True)

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import os
+import threading
 
 import pytest
 
 from untax.core.errors import BackendError, UsageError
+from untax.core.root import Root
 from untax.substrates import container
 from untax.substrates._container_api import EngineApi, Refused, find_socket, socket_trouble
+from untax.substrates._container_images import EngineImages
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n"
 
@@ -139,3 +142,34 @@ def test_what_stands_in_the_way_is_said_with_its_remedy(tmp_path):
 def test_bad_options_are_refused(options):
     with pytest.raises(UsageError):
         container.make(**options)
+
+
+@pytest.mark.parametrize("is_refused_first", [True, False])
+async def test_a_tree_that_nobody_reads_or_nobody_writes_holds_nobody_up(tmp_path, is_refused_first):
+    """The engine is gone before the tree is begun, or the tree fails before it is begun."""
+    refused = threading.Event()
+
+    class Api:
+        engine = "docker"
+
+        async def send_stream(self, target, reader, whole, *, query, patience_s):
+            if not is_refused_first:
+                assert await reader.read() == b""
+                await whole
+            asyncio.get_running_loop().call_later(0.05, refused.set)
+            raise BackendError("", "gone")
+
+    def export(root, target, name, labels, /, to):
+        if not is_refused_first:
+            raise BackendError("", "nothing to read")
+        refused.wait(5)
+        with target.open("wb") as out:
+            out.write(b"x")
+
+    images = EngineImages(Api(), tmp_path, 4)
+    before = len(os.listdir("/proc/self/fd"))
+    async with asyncio.timeout(5):
+        with pytest.raises(BackendError, match="gone" if is_refused_first else "nothing to read"):
+            await images._pour("tag", Root(()), export)
+    await asyncio.sleep(0)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,13 +1,17 @@
 """What runsc is asked for, which runsc is taken, and what a copy is told first: with literal data."""
 
+import asyncio
 import json
+import os
+import select
 import struct
+from types import SimpleNamespace
 
 import pytest
 
 from untax.core.errors import CreateError, UsageError
 from untax.core.spec import Limits
-from untax.substrates import _gvisor_groups, _gvisor_live, _gvisor_runsc
+from untax.substrates import _gvisor_groups, _gvisor_live, _gvisor_memory, _gvisor_runsc
 from untax.substrates._gvisor_bundle import Wanted, config
 
 
@@ -71,16 +75,20 @@ def test_a_copy_is_told_its_name_before_anything_else():
 def test_what_a_live_snapshot_settled_cannot_be_changed(tmp_path):
     memory, bundle = tmp_path / "memory", tmp_path / "bundle"
     memory.mkdir(), bundle.mkdir()
+    (memory / "image.erofs").touch()
     limits = Limits(pids=64, disk_mib=64)
     (memory / "about.json").write_text(json.dumps({"user": "1000", "limits": {"pids": 64, "disk_mib": 64}}))
     (memory / "config.json").write_text(json.dumps(config(wanted())))
 
     words = _gvisor_live.lay_out(str(memory), bundle, "1000", limits)
     assert words[0] == "restore"
-    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(memory / "image.erofs")
+    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(bundle / "image.erofs")
+    assert (bundle / "image.erofs").samefile(memory / "image.erofs")
+    (bundle / "image.erofs").unlink()
     for user, other in (("0", limits), ("1000", Limits(pids=65, disk_mib=64)), ("1000", Limits(pids=64, disk_mib=65))):
         with pytest.raises(UsageError):
             _gvisor_live.lay_out(str(memory), bundle, user, other)
+        assert not (bundle / "image.erofs").exists()
     with pytest.raises(CreateError):
         _gvisor_live.lay_out(str(tmp_path / "gone"), bundle, "1000", limits)
 
@@ -97,3 +105,62 @@ def test_what_a_live_snapshot_settled_cannot_be_changed(tmp_path):
 def test_a_group_is_found_below_its_mount(at, inside, group, place):
     """Also where only a part of the tree is mounted, as in a container."""
     assert str(_gvisor_groups._below(at, inside, group)) == place
+
+
+@pytest.fixture
+def unified():
+    """A group of a version 2 tree, without controllers."""
+    tree = next((one for one in _gvisor_groups._trees() if one.is_unified), None)
+    if tree is None:
+        pytest.skip("cgroup2: no tree of version 2 that may be written to; root has one where it is mounted")
+    group = tree.parent / f"untax.test-{os.getpid()}"
+    group.mkdir()
+    yield group
+    group.rmdir()
+
+
+def test_a_group_s_file_is_told_of_when_it_changes_and_not_while_it_is_idle(unified):
+    changes = _gvisor_memory.Changes(unified / "cgroup.events")
+    for told in ("0", "1", "0"):
+        changes.seen()
+        assert not select.select([changes], [], [], 0.05)[0]
+        (unified / "cgroup.freeze").write_text(str(1 - int(told)))
+        assert select.select([changes], [], [], 5)[0]
+    changes.close()
+
+
+async def test_a_loop_rests_while_a_sandbox_has_memory_left_and_is_told_when_it_has_not(unified, tmp_path, monkeypatch):
+    """Or it would turn without a pause as long as a sandbox lives."""
+    (tmp_path / "memory.events").symlink_to(unified / "cgroup.events")
+    (tmp_path / "memory.stat").write_text("anon 0\n")
+    told, shed = [], asyncio.Event()
+
+    async def shedding():
+        (tmp_path / "memory.stat").write_text("anon 0\n")
+        shed.set()
+
+    group = SimpleNamespace(memory=(tmp_path, True))
+    guard = _gvisor_memory.MemoryGuard(group, 100, shedding, lambda: told.append("ended"))
+    monkeypatch.setattr(guard, "_told", lambda really=guard._told: (told.append("told"), really()))
+    guard.watch()
+    await asyncio.sleep(0.1)
+    assert len(told) <= 1
+    (tmp_path / "memory.stat").write_text("anon 99\n")
+    (unified / "cgroup.freeze").write_text("1")
+    async with asyncio.timeout(5):
+        await shed.wait()
+        while guard._making_room is not None:
+            await asyncio.sleep(0.01)
+    guard.close()
+    assert "ended" not in told
+    assert len(told) <= 2
+
+
+def test_a_process_of_another_namespace_is_nobody_s_number(tmp_path, monkeypatch):
+    """The kernel shows such a one as 0, which means to kill(): whoever is in the caller's own process group."""
+    killed = []
+    monkeypatch.setattr(os, "kill", lambda pid, _: killed.append(pid))
+    (tmp_path / "cgroup.procs").write_text("0\n7\n")
+    _gvisor_groups._kill_each(tmp_path)
+
+    assert killed == [7]

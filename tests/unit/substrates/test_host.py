@@ -1,5 +1,6 @@
 """What a dead engine left is told from what a live one uses by a lock that the kernel drops."""
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from untax import substrates
-from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
+from untax.core.errors import BackendError, DestroyError, SubstrateUnavailable, UsageError
 from untax.substrates import _host
 
 
@@ -30,6 +31,33 @@ def test_a_live_holding_is_not_swept(tmp_path):
     holding.close()
     holding.close()
     assert not holding.path.exists()
+
+
+@pytest.mark.parametrize("name", ["gvisor", "vm"])
+async def test_one_that_does_not_die_keeps_no_other_alive_and_is_swept_later(tmp_path, name):
+    """Closing says so when everything else is done."""
+    ended = []
+
+    class Sandbox:
+        def __init__(self, number):
+            self.number = number
+
+        async def destroy(self):
+            if self.number == 0:
+                raise DestroyError("sbx-0", "it does not die")
+            await asyncio.sleep(0)
+            ended.append(self.number)
+
+    substrate = substrates.load(name, state_dir=str(tmp_path))
+    substrate._holding = holding = _host.Holding.take(tmp_path / name)
+    substrate._live = {str(number): Sandbox(number) for number in range(3)}
+    with pytest.raises(DestroyError, match="it does not die"):
+        await substrate.aclose()
+    await substrate.aclose()
+
+    assert ended == [1, 2]
+    assert holding.path.is_dir()
+    assert _host.sweep(tmp_path / name, shutil.rmtree) == 1
 
 
 def test_what_a_killed_engine_left_is_swept(tmp_path):
