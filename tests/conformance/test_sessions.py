@@ -149,7 +149,7 @@ async def test_each_result_says_what_its_own_text_used(box):
 
     assert by_shell.user_s + by_shell.system_s > 0.01
     assert by_child.user_s + by_child.system_s > 0.01
-    assert idle.user_s + idle.system_s < 0.01
+    assert idle.user_s + idle.system_s < 0.02  # some kernels count in hundredths, and one may end just then
     assert idle.peak_memory_kib > 100
 
 

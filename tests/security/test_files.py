@@ -102,14 +102,12 @@ async def test_f16_cycles_leave_everything_as_before(engine, state_dir):
     """Mounts, groups, processes, namespaces, loop devices, descriptors and entries, exactly."""
     count = 1000 if LONG else 100
     watch = leftovers.Watch(marks=(str(state_dir), f"-{os.getpid()}-"), state_dir=state_dir)
-    mounts = Path("/proc/self/mountinfo").read_text().count("\n")
     before = watch.take()
     for _ in range(count // 10):
         await asyncio.gather(*(_cycle(engine) for _ in range(10)))
     left = await asyncio.to_thread(watch.wait_like, before, 10)
 
     assert not left
-    assert Path("/proc/self/mountinfo").read_text().count("\n") == mounts
 
 
 async def _cycle(engine) -> None:
