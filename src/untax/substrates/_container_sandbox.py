@@ -16,8 +16,8 @@ from untax.core.substrate import Facts, Unenforced
 from untax.substrates._container_api import EngineApi, Refused, Upgraded
 from untax.substrates._container_body import docker_limits, podman_limits
 from untax.substrates._container_stream import EngineStream, Pieces
+from untax.substrates._greeting import first_bytes
 
-_PEEK = 4096
 _OUTPUT_MAX = 1 << 20  # of the incumbent path, for each stream: as the held channel's default
 
 
@@ -86,21 +86,10 @@ class ContainerSandbox:
         raise CreateError(self.id, f"the cell did not start in it: {said or 'the container ended at once'}; {_remedy(said)}")
 
     async def _first_bytes(self, sock: socket.socket) -> bytes:
-        readable = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        with sock.dup() as probe:  # a descriptor that no `destroy` closes under the loop
-            loop.add_reader(probe, readable.set)
-            try:
-                async with asyncio.timeout(self._ready_s):
-                    await readable.wait()
-            except TimeoutError:
-                raise ReadinessTimeout(self.id, f"the cell did not greet within {self._ready_s:g} s") from None
-            finally:
-                loop.remove_reader(probe)
-            try:
-                return probe.recv(_PEEK, socket.MSG_PEEK)
-            except OSError:
-                return b""
+        try:
+            return await first_bytes(sock, self._ready_s)
+        except TimeoutError:
+            raise ReadinessTimeout(self.id, f"the cell did not greet within {self._ready_s:g} s") from None
 
     async def open_channel(self) -> EngineStream:
         held, self._held = self._held, None

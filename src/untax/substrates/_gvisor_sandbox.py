@@ -18,13 +18,13 @@ from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.root import Root
 from untax.core.spec import Limits
 from untax.core.substrate import Facts, Unenforced
+from untax.substrates._greeting import first_bytes
 from untax.substrates._gvisor_groups import Group
 from untax.substrates._gvisor_live import RememberedSandbox, put_down
 from untax.substrates._gvisor_memory import MemoryGuard
 from untax.substrates._gvisor_runsc import Runsc, Started, in_words
 from untax.substrates._host import wait_exit
 
-_PEEK = 64
 _ROOM = 1 << 20  # a stream window, as the launcher gives its sockets
 _OUTPUT_MAX = 1 << 20  # of the incumbent path, for each stream: as the held channel's default
 _DESTROY_PATIENCE_S = 10.0
@@ -108,21 +108,10 @@ class GvisorSandbox:
         """The beginning of it; nothing when the sandbox has ended instead."""
         if self._is_gone:
             raise SandboxLost(self.id, "it is gone")
-        readable = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        with self._started.channel.dup() as probe:  # a descriptor that no `destroy` closes under the loop
-            loop.add_reader(probe, readable.set)
-            try:
-                async with asyncio.timeout(self._ready_s):
-                    await readable.wait()
-            except TimeoutError:
-                raise ReadinessTimeout(self.id, f"the cell did not greet within {self._ready_s:g} s; allow more with ready_s=…") from None
-            finally:
-                loop.remove_reader(probe)
-            try:
-                return probe.recv(_PEEK, socket.MSG_PEEK)
-            except OSError:
-                return b""
+        try:
+            return await first_bytes(self._started.channel, self._ready_s)
+        except TimeoutError:
+            raise ReadinessTimeout(self.id, f"the cell did not greet within {self._ready_s:g} s; allow more with ready_s=…") from None
 
     async def open_channel(self) -> SocketStream:
         if self._is_gone or self._stream is not None:

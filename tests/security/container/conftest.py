@@ -36,7 +36,11 @@ def engine(request, _runner, tmp_path_factory):
     options = options_of(request)
     if reason := substrates.load("container", **options).unavailable_reason():
         pytest.skip(f"container: {reason}")
-    engine = SmallEngine("container", state_dir=tmp_path_factory.mktemp("engine") / "state", **options)
+    yield from small_engine(_runner, tmp_path_factory, "container", **options)
+
+
+def small_engine(_runner, tmp_path_factory, name, **options):
+    engine = SmallEngine(name, state_dir=tmp_path_factory.mktemp("engine") / "state", **options)
     engine.test_state = engine.substrate._state_dir
     _runner.run(engine.start())
     yield engine

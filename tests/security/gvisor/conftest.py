@@ -4,7 +4,7 @@ import os
 
 import pytest
 from tests import hostview, leftovers
-from tests.security.container.conftest import SmallEngine
+from tests.security.container.conftest import small_engine, state_dir  # noqa: F401
 
 from untax import substrates
 
@@ -13,16 +13,7 @@ from untax import substrates
 def engine(_runner, tmp_path_factory):
     if reason := substrates.load("gvisor").unavailable_reason():
         pytest.skip(f"gvisor: {reason}")
-    engine = SmallEngine("gvisor", state_dir=tmp_path_factory.mktemp("engine") / "state")
-    engine.test_state = engine.substrate._state_dir
-    _runner.run(engine.start())
-    yield engine
-    _runner.run(engine.aclose())
-
-
-@pytest.fixture
-def state_dir(engine):
-    return engine.test_state
+    yield from small_engine(_runner, tmp_path_factory, "gvisor")
 
 
 @pytest.fixture(autouse=True)
