@@ -245,11 +245,11 @@ class Hosted(ABC):
                 return SubstrateUnavailable(
                     "", f"{self.provider} does not allow this to the key: {said}; look at its rights and limits there"
                 )
-            case "usage" if not sandbox_id:
+            case "usage" | "gone" if not sandbox_id:
                 return UsageError(f"{self.provider} has no such sandbox to give: {said}; look at the options of Engine({self.name!r}, …)")
-            case "gone" if sandbox_id:
+            case "gone":
                 return SandboxLost(sandbox_id, f"{self.provider} does not have it any more: {said}")
-            case "gone" | "late" if not sandbox_id:
+            case "late" if not sandbox_id:
                 return CreateError("", f"{self.provider}: {said}")
             case "unreachable":
                 return BackendError(sandbox_id, f"{self.provider} cannot be reached: {said}")
