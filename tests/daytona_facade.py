@@ -41,8 +41,9 @@ class Hosting:
 
 
 class Facade:
-    def __init__(self, engine: untax.Engine) -> None:
+    def __init__(self, engine: untax.Engine, spec: untax.EnvSpec) -> None:
         self.engine = engine
+        self.spec = spec
         self.url = ""
         self.sandboxes: dict[str, Hosting] = {}
         self.faults: list[Fault] = []
@@ -105,7 +106,7 @@ class Facade:
         await self.may_start.wait()
         if one.id not in self.sandboxes:
             return
-        one.box = await self.engine.acquire()
+        one.box = await self.engine.acquire(self.spec)
         told = await one.box.shell('pwd; echo "$HOME"')
         one.dirs = tuple(told.text.split())
         one.state = "started"
@@ -209,10 +210,10 @@ def _no(status: int, message: str, *, headers: dict[str, str] | None = None, **m
 
 
 @contextlib.asynccontextmanager
-async def facade(state_dir: Any) -> AsyncIterator[Facade]:
-    """On a port of loopback, for as long as it is wanted."""
+async def facade(state_dir: Any, image: str = "host") -> AsyncIterator[Facade]:
+    """On a port of loopback, for as long as it is wanted; `image` is what every snapshot stands for."""
     async with untax.Engine("namespace", state_dir=state_dir, limits="warn") as engine:
-        made = Facade(engine)
+        made = Facade(engine, untax.EnvSpec(image=image))
         runner = web.AppRunner(made.app(), shutdown_timeout=1.0)
         await runner.setup()
         try:

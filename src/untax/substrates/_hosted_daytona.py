@@ -20,7 +20,7 @@ from untax.core.result import TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.spec import EnvSpec, Limits
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates._hosted import TIMEOUT_S, Found, Hosted, Terms, Trouble, given, retry_after
-from untax.substrates._hosted_sandbox import CELL, HeldStream, HostedSandbox, cell, unenforced
+from untax.substrates._hosted_sandbox import CELL, PROXY_PORT, HeldStream, HostedSandbox, cell, unenforced
 
 _CREATES_PER_S = 5.0  # 300 a minute, the smallest of the limits that Daytona's documentation has for creating
 _CREATE_S = 120.0
@@ -159,7 +159,7 @@ class DaytonaSandbox(HostedSandbox):
 
     def facts(self) -> Facts:
         workdir, home = self._dirs
-        return Facts(workdir=workdir, home=home, user=str(self._sandbox.user))
+        return Facts(workdir=workdir, home=home, user=str(self._sandbox.user), proxy_port=PROXY_PORT)
 
     @property
     def detail(self) -> dict[str, Any]:

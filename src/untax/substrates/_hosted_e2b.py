@@ -18,9 +18,9 @@ from typing import Any
 from untax.core.errors import SandboxLost, SubstrateUnavailable, UsageError
 from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.spec import EnvSpec
-from untax.core.substrate import Facts
+from untax.core.substrate import Facts, Typical
 from untax.substrates._hosted import TIMEOUT_S, Found, Hosted, Terms, Trouble, given
-from untax.substrates._hosted_sandbox import CELL, HeldStream, HostedSandbox, cell, unenforced
+from untax.substrates._hosted_sandbox import CELL, PROXY_PORT, HeldStream, HostedSandbox, cell, unenforced
 
 _HOME = "/home/user"
 _CREATES_PER_S = 1.0  # what E2B's smallest plan takes; a server of one's own takes more
@@ -54,6 +54,7 @@ class HostedE2b(Hosted):
     provider = "E2B"
     extra = "e2b"
     key = "E2B_API_KEY"
+    typical = Typical(start_s=0.5, action_s=0.03)
     held = "held: a command's output as it comes, its input as one request for each"
 
     def __init__(self, template: str, options: dict[str, Any], terms: Terms) -> None:
@@ -104,7 +105,7 @@ class E2bSandbox(HostedSandbox):
         self._user = user
 
     def facts(self) -> Facts:
-        return Facts(workdir=_HOME, home="/root" if self._user == "root" else _HOME, user=self._user)
+        return Facts(workdir=_HOME, home="/root" if self._user == "root" else _HOME, user=self._user, proxy_port=PROXY_PORT)
 
     @property
     def detail(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ T = TypeVar("T")
 log = logging.getLogger("untax.hosted")
 
 CELL = "/tmp/.untax-cell"  # inside; each sandbox is one lease's
+PROXY_PORT = 3129  # a server of ours in the provider's place has a cell there already, at the usual one
 _SEND_MAX = 256 << 10
 _RENEWALS = 3  # of a sandbox's time within it, so that two may fail
 
