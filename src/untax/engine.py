@@ -33,7 +33,7 @@ from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
 from untax.core.substrate import BindingLate, Importing, Layered, Sandbox, Service, Substrate, Unenforced, said_together
 from untax.ground import Ground
-from untax.leases import Bindings, Offer, Request, checked
+from untax.leases import Bindings, Choosing, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.costs import Costs
 from untax.pool.options import PoolOptions
@@ -97,7 +97,7 @@ class Engine(Leasing):
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
             substrate = substrates.load(substrate, **options)
-        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing))):
+        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing, Choosing))):
             raise UsageError("options belong to a substrate given by name; this one is already made")
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.

@@ -83,10 +83,15 @@ class Choosing(Protocol):
     def default_spec(self) -> EnvSpec: ...
 
 
+def usual_isolation(offer: Offer) -> str:
+    """What is meant where nothing is said: the substrate's own, and with several to choose from what a spec has by itself."""
+    return offer.default_spec().isolation if isinstance(offer, Choosing) else offer.isolation
+
+
 def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
     """Everything that can be checked is, before anything is made."""
     if spec is None:
-        spec = substrate.default_spec() if isinstance(substrate, Choosing) else EnvSpec(isolation=substrate.isolation)
+        spec = EnvSpec(isolation=usual_isolation(substrate))
     elif not isinstance(spec, EnvSpec):
         raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
     if not is_as_strong(substrate.isolation, as_required=spec.isolation):

@@ -54,6 +54,10 @@ class RemoteSubstrate:
 
     name: str
     isolation: str
+    usual: str
+
+    def default_spec(self) -> EnvSpec:
+        return EnvSpec(isolation=self.usual)
 
 
 class RemoteEngine(Leasing):
@@ -110,7 +114,7 @@ class RemoteEngine(Leasing):
 
     @property
     def substrate(self) -> RemoteSubstrate:
-        return RemoteSubstrate(self.server.substrate, self.server.isolation)
+        return RemoteSubstrate(self.server.substrate, self.server.isolation, self.server.usual)
 
     @property
     def offer(self) -> Offer:
