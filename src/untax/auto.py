@@ -234,7 +234,12 @@ class AutoEngine(Engine):
         request = checked(self.offer, spec, Bindings())
         return await (await self.engine_for(request.spec))[0].prepare(request.spec, progress=progress)
 
-    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+    async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+        if isinstance(spec, (Snapshot, str)):
+            request = await self._request_from(spec, Bindings(limits=limits))
+            assert request.snapshot is not None
+            await request.snapshot.engine.warm(request.snapshot, n, limits=limits)
+            return
         request = checked(self.offer, spec, Bindings(limits=limits))
         await (await self.engine_for(request.spec))[0].warm(request.spec, n)
 

@@ -49,13 +49,15 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it begins with its spec's own stages and nothing else, so that a pool can serve it."""
+        """Whether it begins with its spec's own stages and nothing else, so that a pool serves it."""
         return self.snapshot is None and self.ground is None
 
     def neutral(self, stages: Sequence[Stage] | None = None) -> Request:
         """The same with nothing in it that binds late, with `stages` of no more than these; what cannot bind late stays."""
         spec = self.spec
         changes: dict[str, Any] = {"env": FrozenEnv(), "network": "none"}
+        if self.snapshot is not None:
+            return Request(replace(spec, **changes), {}, None, self.ttl_s, self.snapshot)
         names = {stage.name for stage in stages} if stages is not None else {"repo", "deps"}
         if "repo" not in names:
             changes["repo"] = None
