@@ -33,7 +33,7 @@ from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
 from untax.core.substrate import BindingLate, Importing, Layered, Sandbox, Service, Substrate, Unenforced, said_together
 from untax.ground import Ground
-from untax.leases import Bindings, Offer, Request, checked
+from untax.leases import Bindings, Choosing, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.costs import Costs
 from untax.pool.options import PoolOptions
@@ -97,7 +97,7 @@ class Engine(Leasing):
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
             substrate = substrates.load(substrate, **options)
-        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing))):
+        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing, Choosing))):
             raise UsageError("options belong to a substrate given by name; this one is already made")
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.
@@ -193,14 +193,18 @@ class Engine(Leasing):
         self.pooling.forget(spec)
         return prepared
 
-    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+    async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
         """Keep at least `n` sandboxes of `spec` ready from now on; returns once they are. `n=0` ends that.
 
-        What stands in the way is raised: `StageFailed` with the log of a set-up that fails, `UsageError` for what does not fit the
+        A snapshot, or the id of a saved one, in the place of a spec keeps sandboxes that go on from it, of a live one with its processes:
+        `restore` and `fork` then take them. That ends when it is dropped. What stands in the way is raised: `StageFailed` with the log of a set-up that fails, `UsageError` for what does not fit the
         pool, `CreateError` when sandboxes do not come up.
         """
-        request = checked(self.substrate, spec, Bindings(limits=limits))
-        self._check_running()
+        if isinstance(spec, (Snapshot, str)):
+            request = await self._request_from(spec, Bindings(limits=limits))
+        else:
+            request = checked(self.substrate, spec, Bindings(limits=limits))
+            self._check_running()
         await self.pooling.warm(request, n)
 
     def pools(self) -> PoolStatus:
@@ -232,7 +236,7 @@ class Engine(Leasing):
             raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}; allow more time, or lighten the machine's load") from None
 
     async def _fulfil(self, request: Request, watch: Stopwatch) -> Tenancy:
-        asked = self.pooling.ask(request) if request.is_plain else None
+        asked = self.pooling.ask(request)
         ledger = Ledger(
             rollout=secrets.token_hex(8),
             substrate=self.substrate.name,
@@ -243,7 +247,7 @@ class Engine(Leasing):
         box = self.box_class(self, request, ledger)
         self._boxes.add(box)
         try:
-            if not request.is_plain:
+            if asked is None and not request.is_plain:
                 ledger.add("queue", *watch.part())
             await box.furnish(watch, asked)
         except BaseException as exc:

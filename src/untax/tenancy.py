@@ -221,7 +221,7 @@ class Tenancy(Box):
 
     async def furnish(self, watch: Stopwatch, asked: Asked | None) -> None:
         """Get a sandbox with everything the lease asked for: from the pool, or made for what is none of a pool's."""
-        if self._request.is_plain:
+        if asked is not None or self._request.is_plain:
             await self._engine.pooling.furnish(self, watch, asked)
         else:
             await self._open(watch)

@@ -261,6 +261,15 @@ class Reviving(Protocol):
 
     revives: bool
 
+    def parts(self, root: Root) -> Sequence[Path]:
+        """The directories that hold what was put down, for who keeps it beyond the engine: first what several have in common. Nothing in them changes."""
+
+    async def take_up(self, root: Root, stored: Sequence[Path]) -> Remembered:
+        """What was put down by another engine, its parts where they were copied to; they stay there as long as it is not discarded.
+
+        `root` says the rest. `StageUnavailable` when memory that was left there cannot go on here.
+        """
+
 
 @runtime_checkable
 class Remembering(Protocol):
