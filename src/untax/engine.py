@@ -159,7 +159,7 @@ class Engine(Leasing):
 
     async def _close(self) -> None:
         if self._pooling is not None:
-            self._pooling.driver.close()
+            self._pooling.close()
         for outcome in await asyncio.gather(*(box.release() for box in list(self._boxes)), return_exceptions=True):
             if isinstance(outcome, BaseException):
                 log.warning("while closing: %s: %s", type(outcome).__name__, outcome)

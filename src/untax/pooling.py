@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 # What a hand-out meets when a sandbox died while it was parked: another one will do.
 _DEAD = (SandboxLost, ReadinessTimeout, ProtocolError)
 STORE = "store"  # what an error of the store names as its stage
-_STORE_PATIENCE_S = 60.0  # for a lease to end whose layers are in the way of another's
+_STORE_PATIENCE_S = 60.0  # on a full disk, for a lease to end whose layers are in the way of another's
+# A store with a budget is looked at so long after something in it was used or let go of, and at most so great a share of the time: each look
+# reads what is known of every stage.
+_SETTLE_S, _SETTLE_SHARE = 0.25, 0.05
 _MOST_LADDERS = 4096
 _MOST_WARM = 100_000
 
@@ -55,6 +58,9 @@ class Pooling:
         self._in_place: set[str] = set()  # stages that are in no store because they need none
         self._binding: set[Standby] = set()  # being handed out, each in the task of whoever asked for it
         self._none_binding: asyncio.Future[None] | None = None
+        self._settling: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self._settle_after_s = _SETTLE_S
+        engine.warehouse.changed = self._settle_soon
         layered = engine.warehouse.has_stages
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
             self, options, shares_stages=layered, upgrades_in_place=not layered, costs=costs
@@ -275,7 +281,7 @@ class Pooling:
             quarantine.when_gone(entry.sandbox.id, self.driver.gone_later(entry.name))
 
     async def _ground(self, request: Request, *, is_urgent: bool = True) -> tuple[Ground | None, Mapping[str, float]]:
-        """Held for the caller, with the seconds of each stage that was built for it. When somebody waits for it and the store is
+        """Held for the caller, with the seconds of each stage that was built for it. When somebody waits for it and the disk is
         full, what is only kept ready makes room.
         """
         warehouse = self._engine.warehouse
@@ -294,8 +300,34 @@ class Pooling:
         return ground, built or {}
 
     async def _make_room(self) -> bool:
-        """Whether the store may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
+        """Whether the disk may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
         return self._engine.warehouse.let_go_unused() or await self.driver.shed() or await self.driver.wait_gone(_STORE_PATIENCE_S)
+
+    def close(self) -> None:
+        """Refuse whoever waits, and begin nothing more."""
+        self._engine.warehouse.changed = None
+        if isinstance(self._settling, asyncio.TimerHandle):
+            self._settling.cancel()
+        self.driver.close()
+
+    def _settle_soon(self) -> None:
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(self._settle_after_s, self._begin_settling)
+
+    def _begin_settling(self) -> None:
+        self._settling = self._engine.chore(self._settle())
+
+    async def _settle(self) -> None:
+        """Bring the store within its budget, and the pool up to date with what it would keep."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            unkept = await self._engine.warehouse.settle()
+            self.driver.unkept(key for key in self.driver.known_stages if key.partition("~")[0] in unkept)
+            await self._look_for_evicted()
+        finally:
+            self._settle_after_s = max(_SETTLE_S, (loop.time() - began_s) / _SETTLE_SHARE)
+            self._settling = None
 
     def _learn(self, built: Mapping[str, float], stages: tuple[Stage, ...]) -> None:
         for stage in stages:
