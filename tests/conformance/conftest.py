@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests import hosted, kubehost
 from tests.engines_fixture import docker, podman  # noqa: F401
-from tests.images import small_image
+from tests.images import small_image, tools_directory
 from tests.serving import ended, started
 from tests.sshd import sshd  # noqa: F401
 from tests.variants import VARIANTS, Variant, options_of
@@ -26,6 +26,7 @@ SHARING = {
 }
 SERVED = Variant("namespace", is_served=True)
 HOSTED = Variant("namespace", is_hosted=True)
+PROVIDERS = [Variant("hosted:daytona")]
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
@@ -34,6 +35,7 @@ MODULES = {
     "container-podman": {*FEW, "test_environment", "test_stages"},
     "container-docker-runsc": {"test_sessions", "test_streams"},
     "gvisor": {*FEW, "test_environment", "test_stages"},
+    "hosted:daytona": {"test_commands", "test_lifecycle", "test_streams"},
     "kubernetes": FEW,
     "ssh": FEW,
     "vm": FEW,
@@ -58,11 +60,14 @@ def _is_left_out(item):
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED], ids=str)
+@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, *PROVIDERS], ids=str)
 def engine(request, _runner, tmp_path_factory):
     name = request.param.substrate
     if name == "kubernetes":
         yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
+        return
+    if name == "hosted:daytona":
+        yield from _at_a_facade(_runner, tmp_path_factory.mktemp("state"), name)
         return
     if name == "vm" and os.geteuid() != 0:
         pytest.skip("vm: emulated machines are slow, so this suite has them as root only; tests/security/test_vm.py has some as anyone")
@@ -98,11 +103,24 @@ def _on_a_cluster(_runner, state_dir):
         _runner.run(engine.aclose())
 
 
+def _at_a_facade(_runner, state_dir, name):
+    """An engine of sandboxes that a provider's SDK gets from a facade of the provider's API."""
+    facades = pytest.importorskip("tests.daytona_facade", reason="daytona: its SDK is not installed; pip install 'untax[test]'")
+    facade = facades.facade(state_dir / "provider", f"dir:{tools_directory()}")
+    provider = _runner.run(facade.__aenter__())
+    engine = untax.Engine(name, state_dir=state_dir / "own", **facades.options(provider))
+    _runner.run(engine.start())
+    engine.test_substrate = name
+    yield engine
+    _runner.run(engine.aclose())
+    _runner.run(facade.__aexit__(None, None, None))
+
+
 @pytest.fixture
 def spec(engine):
     """The same few megabytes everywhere; the weakest boundary that this substrate can claim."""
     name = engine.test_substrate
-    return untax.EnvSpec(image=small_image(name), isolation=substrates.load(name).isolation)
+    return untax.EnvSpec(image=small_image(name), isolation=engine.offer.isolation)
 
 
 @pytest.fixture
