@@ -10,7 +10,7 @@ from typing import Any
 from untax.core.errors import UsageError
 from untax.core.substrate import Substrate
 
-HOSTED = {"hosted:e2b": "_hosted_e2b"}
+HOSTED = {"hosted:e2b": "_hosted_e2b", "hosted:untax": "_hosted_untax"}
 """Providers: each wants an account, so they are not among `names()`, which every suite goes through."""
 
 

@@ -27,7 +27,7 @@ from untax.core.errors import BackendError, CreateError, SandboxLost, SubstrateU
 from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec
 from untax.core.stream import Receiver
-from untax.core.substrate import Facts, Unenforced
+from untax.core.substrate import Facts, Typical, Unenforced
 from untax.substrates._host import cell_missing_reason, cell_path
 
 T = TypeVar("T")
@@ -36,6 +36,7 @@ log = logging.getLogger("untax.hosted")
 
 _CELL = "/tmp/.untax-cell"  # inside; each sandbox is one lease's
 _HOME = "/home/user"
+_PROXY_PORT = 3129  # a server of ours in the provider's place has a cell there already, at the usual one
 _TIMEOUT_S = 3600
 _CREATES_PER_S = 1.0  # what E2B's smallest plan takes; a server of one's own takes more
 _TRIES = 4
@@ -75,6 +76,7 @@ def make(
 
 class HostedE2b:
     name = "hosted:e2b"
+    typical = Typical(start_s=0.5, action_s=0.03)
 
     def __init__(
         self,
@@ -202,7 +204,7 @@ class HostedSandbox:
                 log.warning("the time of sandbox %s could not be put off: %s", self.id, exc)
 
     def facts(self) -> Facts:
-        return Facts(workdir=_HOME, home="/root" if self._user == "root" else _HOME, user=self._user)
+        return Facts(workdir=_HOME, home="/root" if self._user == "root" else _HOME, user=self._user, proxy_port=_PROXY_PORT)
 
     @property
     def detail(self) -> dict[str, Any]:
