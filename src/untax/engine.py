@@ -31,7 +31,18 @@ from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
 from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
-from untax.core.substrate import BindingLate, Importing, Layered, Sandbox, Service, Substrate, Unenforced, said_together
+from untax.core.substrate import (
+    Bare,
+    BindingLate,
+    Importing,
+    IncumbentMaking,
+    Layered,
+    Sandbox,
+    Service,
+    Substrate,
+    Unenforced,
+    said_together,
+)
 from untax.ground import Ground
 from untax.leases import Bindings, Choosing, Offer, Request, checked
 from untax.leasing import Leasing
@@ -50,6 +61,7 @@ if TYPE_CHECKING:
     from untax.layers.sources import Progress
 
 T = TypeVar("T")
+Made = TypeVar("Made", bound=Bare)
 
 log = logging.getLogger("untax.engine")
 
@@ -289,11 +301,20 @@ class Engine(Leasing):
 
     async def create(self, spec: EnvSpec, ground: Ground | None = None, cache: Path | None = None) -> Sandbox:
         """A sandbox, or nothing: cancelled in between, what comes of it is destroyed. `ground` is held for it until it is gone."""
-        creating = asyncio.ensure_future(self._creating(spec, ground, cache))
+        return await self._whole(self._creating(spec, ground, cache), ground)
+
+    async def create_incumbent(self, spec: EnvSpec, ground: Ground | None = None) -> Bare:
+        """As `create`, the way those do it who hold no channel."""
+        if ground is not None or not isinstance(self.substrate, IncumbentMaking):
+            return await self.create(spec, ground)
+        return await self._whole(self.substrate.create_incumbent(spec), None)
+
+    async def _whole(self, creating: Coroutine[Any, Any, Made], ground: Ground | None) -> Made:
+        making = asyncio.ensure_future(creating)
         try:
-            return await asyncio.shield(creating)
+            return await asyncio.shield(making)
         except asyncio.CancelledError:
-            self.chore(self._undo(creating, ground))
+            self.chore(self._undo(making, ground))
             raise
         except BaseException as exc:
             if ground is not None:
@@ -309,7 +330,7 @@ class Engine(Leasing):
         assert substrate is not None
         return substrate.create_on(spec, ground.hold().root, cache=cache)
 
-    async def _undo(self, creating: asyncio.Future[Sandbox], ground: Ground | None) -> None:
+    async def _undo(self, creating: asyncio.Future[Made], ground: Ground | None) -> None:
         try:
             sandbox = await creating
         except (Exception, asyncio.CancelledError):
@@ -318,7 +339,7 @@ class Engine(Leasing):
             return  # nothing came of it, so there is nothing to give back
         await self.destroy(sandbox, ground)
 
-    async def destroy(self, sandbox: Sandbox, ground: Ground | None = None) -> None:
+    async def destroy(self, sandbox: Bare, ground: Ground | None = None) -> None:
         """Free a sandbox and what it stood on. One that cannot be proven gone goes into quarantine, and keeps its ground."""
         why = await try_destroy(sandbox)
         let_go = ground.release if ground is not None else _nothing

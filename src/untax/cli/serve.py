@@ -79,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how sandboxes are run; auto: what suits each spec, namespace at least (default: %(default)s)",
     )
     parser.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
+    parser.add_argument("--tied", action="store_true", help="end when standard input does, as for a program that runs a server of its own")
     parser.add_argument(
         "--limits", choices=("warn", "strict"), default="strict", help="about a limit this host cannot enforce (default: %(default)s)"
     )
@@ -117,6 +118,8 @@ async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    if arguments.tied:
+        _end_with_input(loop, lambda: signals.put_nowait(signal.SIGTERM))
     network = arguments.setup_network
     http = _http_settings(arguments)
     least: dict[str, Any] = {"least": _LEAST} if arguments.substrate == "auto" else {}
@@ -149,6 +152,18 @@ async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> 
             _notify("STOPPING=1")
             await _drained(leases, signals, arguments.drain)
     return ended_by
+
+
+def _end_with_input(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+    def readable() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            end()
+
+    try:
+        loop.add_reader(0, readable)
+    except OSError as exc:
+        raise UsageError("--tied wants a pipe or a socket as standard input") from exc
 
 
 class Leases(Protocol):

@@ -18,19 +18,26 @@ from untax.core.spec import EnvSpec, Limits
 from untax.core.stream import ByteStream
 
 
-class Sandbox(Protocol):
-    """One live environment, held by one caller at a time."""
+class Bare(Protocol):
+    """What every live environment is to whoever frees it, with a channel or without."""
 
     id: str
 
     async def wait_ready(self) -> None:
-        """Return once a channel would open; raise `ReadinessTimeout` or `SandboxLost` otherwise."""
-
-    async def open_channel(self) -> ByteStream:
-        """Start the cell inside and give the stream it listens on; all actions go over it."""
+        """Return once it can be used; raise `ReadinessTimeout` or `SandboxLost` otherwise."""
 
     async def destroy(self) -> None:
-        """Free everything `create` took. Safe to call twice, and before `wait_ready`."""
+        """Free everything that making it took. Safe to call twice, and before `wait_ready`."""
+
+
+class Sandbox(Bare, Protocol):
+    """One live environment, held by one caller at a time. It is ready once a channel would open."""
+
+    async def open_channel(self) -> ByteStream:
+        """Start the cell inside and give the stream it listens on; all actions go over it.
+
+        A stream over which the cell was greeted and configured already has `resumed`, where that was left (`channel.handover.Resumed`).
+        """
 
 
 class Substrate(Protocol):
@@ -363,6 +370,22 @@ class Incumbent(Protocol):
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
         """Run `argv` without a shell. Raise `SandboxLost` only when the sandbox itself is gone."""
+
+
+@runtime_checkable
+class IncumbentMaking(Protocol):
+    """A substrate whose users without a channel get their sandboxes another way than by `create`, and pay another price for it."""
+
+    async def create_incumbent(self, spec: EnvSpec) -> Bare:
+        """As `create`, of an `Incumbent` and `Furnishing` one; `spec.network` is the sandbox's from the start."""
+
+
+@runtime_checkable
+class Furnishing(Protocol):
+    """A sandbox that needs no channel for what is to lie in it before the first command."""
+
+    async def furnish(self, trees: Mapping[str, Path]) -> None:
+        """Put these trees where their names say."""
 
 
 # ---- for the meter ----

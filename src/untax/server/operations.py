@@ -74,7 +74,7 @@ class Operations:
             raise
         owner.leases[lease_id] = box
         self._on_change()
-        body = {"account": account.opening(box.ledger), "image": box.image, "channel": handed.resumed.to_data()}
+        body = {"account": account.opening(box.ledger), "image": box.image, "facts": box.facts, "channel": handed.resumed.to_data()}
         return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
 
     async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
