@@ -12,7 +12,7 @@ from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, Sand
 from untax.core.ledger import Hit, Ledger
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
-from untax.core.stage import Stage
+from untax.core.stage import Stage, snapshot_rung
 from untax.ground import Ground
 from untax.grounds import Recipe, recipe_of
 from untax.leases import Request
@@ -22,6 +22,7 @@ from untax.pool.grants import Grant
 from untax.pool.options import PoolOptions
 from untax.pool.pool import PoolDriver
 from untax.pool.status import PoolStatus, StageStatus, finite, label_of
+from untax.snapshot import Snapshot
 from untax.standby import Standby, raise_up
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 # What a hand-out meets when a sandbox died while it was parked: another one will do.
 _DEAD = (SandboxLost, ReadinessTimeout, ProtocolError)
 STORE = "store"  # what an error of the store names as its stage
-_STORE_PATIENCE_S = 60.0  # for a lease to end whose layers are in the way of another's
+_STORE_PATIENCE_S = 60.0  # on a full disk, for a lease to end whose layers are in the way of another's
+# A store with a budget is looked at so long after something in it was used or let go of, and at most so great a share of the time: each look
+# reads what is known of every stage.
+_SETTLE_S, _SETTLE_SHARE = 0.25, 0.05
 _MOST_LADDERS = 4096
 _MOST_WARM = 100_000
 
@@ -50,9 +54,13 @@ class Pooling:
         self._engine = engine
         self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
         self._warm: dict[tuple[Recipe, tuple[object, ...]], str] = {}  # uppermost stage keys of what is kept ready
+        self._snapshots: dict[tuple[str, tuple[object, ...]], tuple[Stage, ...]] = {}  # those that are, or were, and are not dropped
         self._in_place: set[str] = set()  # stages that are in no store because they need none
         self._binding: set[Standby] = set()  # being handed out, each in the task of whoever asked for it
         self._none_binding: asyncio.Future[None] | None = None
+        self._settling: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self._settle_after_s = _SETTLE_S
+        engine.warehouse.changed = self._settle_soon
         layered = engine.warehouse.has_stages
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
             self, options, shares_stages=layered, upgrades_in_place=not layered, costs=costs
@@ -62,10 +70,17 @@ class Pooling:
 
     def ask(self, request: Request) -> Asked | None:
         """Take a place in the pool before anything else is done for a lease. What is idle with everything in place is asked at once to
-        prove that it lives, and answers while the rest is done. None where it must be found out first which stages are needed.
+        prove that it lives, and answers while the rest is done. None where it must be found out first which stages are needed, and for
+        what is none of the pool's: builds, and snapshots that were never to be kept ready.
         """
         spec = request.spec
-        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))
+        if request.ground is not None:
+            return None
+        fixed = self._engine.fixed(spec)
+        if request.snapshot is not None:
+            stages = self._snapshots.get((request.snapshot.id, fixed))
+        else:
+            stages = self._ladders.get((recipe_of(spec), fixed))
         return self._ask(request, stages) if stages is not None else None
 
     def _ask(self, request: Request, stages: tuple[Stage, ...]) -> Asked:
@@ -266,7 +281,7 @@ class Pooling:
             quarantine.when_gone(entry.sandbox.id, self.driver.gone_later(entry.name))
 
     async def _ground(self, request: Request, *, is_urgent: bool = True) -> tuple[Ground | None, Mapping[str, float]]:
-        """Held for the caller, with the seconds of each stage that was built for it. When somebody waits for it and the store is
+        """Held for the caller, with the seconds of each stage that was built for it. When somebody waits for it and the disk is
         full, what is only kept ready makes room.
         """
         warehouse = self._engine.warehouse
@@ -285,8 +300,34 @@ class Pooling:
         return ground, built or {}
 
     async def _make_room(self) -> bool:
-        """Whether the store may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
+        """Whether the disk may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
         return self._engine.warehouse.let_go_unused() or await self.driver.shed() or await self.driver.wait_gone(_STORE_PATIENCE_S)
+
+    def close(self) -> None:
+        """Refuse whoever waits, and begin nothing more."""
+        self._engine.warehouse.changed = None
+        if isinstance(self._settling, asyncio.TimerHandle):
+            self._settling.cancel()
+        self.driver.close()
+
+    def _settle_soon(self) -> None:
+        if self._settling is None:
+            self._settling = asyncio.get_running_loop().call_later(self._settle_after_s, self._begin_settling)
+
+    def _begin_settling(self) -> None:
+        self._settling = self._engine.chore(self._settle())
+
+    async def _settle(self) -> None:
+        """Bring the store within its budget, and the pool up to date with what it would keep."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            unkept = await self._engine.warehouse.settle()
+            self.driver.unkept(key for key in self.driver.known_stages if key.partition("~")[0] in unkept)
+            await self._look_for_evicted()
+        finally:
+            self._settle_after_s = max(_SETTLE_S, (loop.time() - began_s) / _SETTLE_SHARE)
+            self._settling = None
 
     def _learn(self, built: Mapping[str, float], stages: tuple[Stage, ...]) -> None:
         for stage in stages:
@@ -306,8 +347,7 @@ class Pooling:
         engine = self._engine
         fixed = engine.fixed(spec)
         found, present = await engine.warehouse.ladder(spec)
-        flavour = f"~{sha256(repr(fixed).encode()).hexdigest()[:12]}" if any(fixed) else ""
-        stages = tuple(replace(stage, key=stage.key + flavour) for stage in found) if flavour else found
+        stages = _flavoured(found, fixed)
         if len(self._ladders) >= _MOST_LADDERS:
             self._ladders.clear()
         recipe = (recipe_of(spec), fixed)
@@ -319,6 +359,20 @@ class Pooling:
         self.driver.stored(stage.key for stage, plain in zip(stages, found, strict=True) if plain.key in present)
         return stages
 
+    def _rungs(self, snapshot: Snapshot, fixed: tuple[object, ...]) -> tuple[Stage, ...]:
+        """Of a snapshot: all of it is there already."""
+        stages = self._snapshots[snapshot.id, fixed] = _flavoured((snapshot_rung(snapshot.id),), fixed)
+        self._in_place.add(snapshot.id)
+        self.driver.stored(stage.key for stage in stages)
+        return stages
+
+    def dropped(self, snapshot: Snapshot) -> None:
+        """No sandbox is made from it any more; those that are idle go, because no lease can ask for them."""
+        for key in [key for key in self._snapshots if key[0] == snapshot.id]:
+            rung = self._snapshots.pop(key)[-1].key
+            self.driver.useless(rung, [one for one in self.driver.parked() if one.stages[-1].key == rung])
+        self._in_place.discard(snapshot.id)
+
     def forget(self, spec: EnvSpec) -> None:
         """Ask again what an image's name stands for."""
         for key in [key for key in self._ladders if key[0][0] == spec.image]:
@@ -329,8 +383,12 @@ class Pooling:
     async def warm(self, request: Request, count: int) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_WARM:
             raise UsageError(f"n must be a whole number between 0 and {_MOST_WARM}, not {count!r}")
-        stages = await self._ladder(request.spec)
-        self._warm[recipe_of(request.spec), self._engine.fixed(request.spec)] = stages[-1].key
+        fixed = self._engine.fixed(request.spec)
+        if request.snapshot is not None:
+            stages = self._rungs(request.snapshot, fixed)
+        else:
+            stages = await self._ladder(request.spec)
+            self._warm[recipe_of(request.spec), fixed] = stages[-1].key
         await self.driver.warm(stages, request, count, memory_mib=request.spec.limits.memory_mib)
 
     def status(self) -> PoolStatus:
@@ -371,3 +429,9 @@ class Pooling:
             create_s=costs.of("create"),
             bind_s=costs.of("bind"),
         )
+
+
+def _flavoured(stages: tuple[Stage, ...], fixed: tuple[object, ...]) -> tuple[Stage, ...]:
+    """What is fixed when a sandbox is created makes another ladder of the same rungs."""
+    flavour = f"~{sha256(repr(fixed).encode()).hexdigest()[:12]}" if any(fixed) else ""
+    return tuple(replace(stage, key=stage.key + flavour) for stage in stages) if flavour else stages

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from untax.channel.egress import Policy
-from untax.core.errors import UsageError
+from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import EnvSpec, Network, Repo, freeze_network
 from untax.core.stage import WORKDIR, Identity, Stage, stages_of
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from untax.layers.sources import Progress
     from untax.layers.store import LayerStore
 
+_log = logging.getLogger("untax.layers")
 _MIB = 1 << 20
 _ONE_USER = "user"
 HOST_CACHE = "host"  # below the store, where `Stages` has the skeleton of the image of that name made
@@ -64,6 +66,8 @@ class Warehouse:
         self._borrowed: BorrowedWorkshop | None = None
         self._trees: dict[Repo, RepoTree] = {}
         self._opened: LayerStore | None = None
+        self.changed: Callable[[], None] | None = None
+        """Called when something in a store with a budget was used, or is in use no more: it is to be settled some time later."""
         self.has_users = False
         """Whether commands may be of several users inside, root among them: where the engine is not root there is but one id."""
 
@@ -91,6 +95,7 @@ class Warehouse:
 
         if self._opened is not None:
             self._opened.close()
+            await asyncio.to_thread(_trim, self._opened)  # what stayed for the sandboxes' sake
             if self._grounds is not None:
                 host.let_go(self._opened.root / HOST_CACHE)
             self._opened = None
@@ -140,6 +145,21 @@ class Warehouse:
     def let_go_unused(self) -> bool:
         """Of stages that are only kept at hand; whether that was any, so that the store may have room now."""
         return self._grounds is not None and self._grounds.let_go_unused()
+
+    async def settle(self) -> frozenset[str]:
+        """Tell the store what was used, and have it keep no more than its budget beside what is in use. Gives the keys of those stages that
+        are here only as long as something stands on them.
+        """
+        assert self._grounds is not None
+        store, uses = self.store, self._grounds.take_uses()
+
+        def work() -> frozenset[str]:
+            for key, times in uses:
+                store.used(key, times)
+            _trim(store)
+            return store.unkept()
+
+        return await asyncio.to_thread(work)
 
     async def missing(self, keys: Collection[str]) -> frozenset[str]:
         """Those of some stages that were here and are in the store no more."""
@@ -217,6 +237,7 @@ class Warehouse:
         store = await self._open_store(marks)
         host.use(store.root / HOST_CACHE)
         self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels)))
+        self._grounds.changed = self._has_changed
         self._shelf = Shelf(self._engine, self._grounds)
 
     async def _open_for(self, substrate: Importing) -> None:
@@ -228,8 +249,13 @@ class Warehouse:
         self._borrowed = BorrowedWorkshop(substrate.builder, self._path.parent, self._setup_network, self._setup_wheels)
         stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
         self._grounds = Imports(self._engine, substrate, store, stages)
+        self._grounds.changed = self._has_changed
         if isinstance(substrate, Reviving):
             self._shelf = Shelf(self._engine, self._grounds)
+
+    def _has_changed(self) -> None:
+        if self.changed is not None:
+            self.changed()
 
     async def _open_store(self, marks: Marks) -> LayerStore:
         from untax.layers.store import LayerStore
@@ -240,3 +266,10 @@ class Warehouse:
 
         self._opened = await asyncio.to_thread(opened)
         return self._opened
+
+
+def _trim(store: LayerStore) -> None:
+    try:
+        store.trim()
+    except StageUnavailable as exc:
+        _log.warning("the store could not be brought within its budget: %s", exc.message)  # the next publish tries again

@@ -15,6 +15,7 @@ from untax.testing import FakeExit, FakeSubstrate, LayeredFake
 from untax.testing.fake import HANGS
 
 MIB = 1024.0  # of the default limits
+MEGA = 1 << 20
 
 
 @pytest.fixture
@@ -294,6 +295,49 @@ async def test_a_quarantined_sandbox_keeps_its_place_in_the_budget(fake):
         await engine.quarantine._try_all()
         async with engine.lease(wait_s=1.0):
             pass
+
+
+async def test_what_is_idle_and_what_the_store_keeps_are_different_stages(layered, image, tmp_path):
+    """A store for two dependency layers and two idle sandboxes hold four of them: idle ones keep theirs beside the budget."""
+
+    def fill(argv, _env, _stdin):
+        (layered.sandboxes[-1].upper / argv[1]).write_bytes(argv[1].encode() * MEGA)
+        return FakeExit()
+
+    layered.programs["fill"] = fill
+    specs = [untax.EnvSpec(image=image, setup=(f"fill {name}",)) for name in "abcde"]
+    async with untax.Engine(layered, state_dir=tmp_path / "state", store_budget_mib=3) as engine:
+        for spec in specs[:2]:
+            await engine.warm(spec, 1)
+        for spec in specs[2:4]:
+            await (await engine.acquire(spec)).release()
+        for spec in specs[:4]:
+            await engine.pooling.driver.wait_settled()
+            async with engine.lease(spec) as box:
+                assert box.ledger.hit.missing == ()
+        await (await engine.acquire(specs[4])).release()
+        await engine.pooling._settle()
+        assert len(engine.warehouse.store.layers()) == 4  # one of the three that nothing stands on has gone
+        assert len(engine.pooling.driver._unkept) == 2
+        for spec in specs[:2]:
+            async with engine.lease(spec) as box:
+                assert box.ledger.hit.kind == "exact"
+    store = LayerStore(tmp_path / "state/layers", marks="user")
+    assert len(store.layers()) == 2  # nothing is in use any more
+    store.close()
+
+
+async def test_a_layer_that_no_budget_could_keep_fails_at_once_and_costs_no_idle_sandbox(layered, image, tmp_path):
+    def fill(argv, _env, _stdin):
+        (layered.sandboxes[-1].upper / "bulk").write_bytes(bytes(int(argv[1]) * MEGA))
+        return FakeExit()
+
+    layered.programs["fill"] = fill
+    async with untax.Engine(layered, state_dir=tmp_path / "state", store_budget_mib=2) as engine:
+        await engine.warm(untax.EnvSpec(image=image, setup=("fill 1",)), 1)
+        with pytest.raises(untax.StageUnavailable, match="raise the budget"):
+            await engine.acquire(untax.EnvSpec(image=image, setup=("fill 3",)))
+        assert sum(stage.idle for stage in engine.pools().stages) == 1
 
 
 # ---- what is left on disk ----

@@ -35,8 +35,10 @@ def take_named(path: Path) -> int:
         os.close(fd)
 
 
-def take_shared(path: Path) -> int | None:
-    """A shared lock on a layer that is in its place; None when there is none. Those who hold it exclusively do so for an instant."""
+def take_shared(path: Path, *, waits: bool = True) -> int | None:
+    """A shared lock on a layer that is in its place; None when there is none. Those who hold it exclusively do so for an instant,
+    which is waited for or, unless one `waits`, means None too.
+    """
     while True:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -44,7 +46,11 @@ def take_shared(path: Path) -> int | None:
             if not path.parent.is_dir():
                 return None
             fd = open_lock(path)  # somebody removed the file alone
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            os.close(fd)
+            return None
         if is_same(fd, path):
             return fd
         os.close(fd)

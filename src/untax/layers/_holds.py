@@ -25,14 +25,14 @@ class Holds:
     def __contains__(self, layer_id: str) -> bool:
         return layer_id in self._held
 
-    def take(self, layer_id: str) -> bool:
-        """Hold it once more; false when it is not there."""
+    def take(self, layer_id: str, *, waits: bool = True) -> bool:
+        """Hold it once more; false when it is not there, or, unless one `waits`, while somebody takes it away."""
         with self._guard:
             hold = self._held.get(layer_id)
             if hold is not None and is_same(hold.fds[-1], self._lock_of(layer_id)):
                 hold.count += 1
                 return True
-        fd = take_shared(self._lock_of(layer_id))
+        fd = take_shared(self._lock_of(layer_id), waits=waits)
         if fd is None:
             return False
         with self._guard:

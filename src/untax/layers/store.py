@@ -41,6 +41,7 @@ __all__ = ["Draft", "Freed", "Layer", "LayerStore", "Pin", "StageRecord"]
 _log = logging.getLogger("untax.layers")
 _FORMAT = 1
 _WHO = "store"  # what errors name as the stage: it is none of the ladder's
+BUDGET = "budget"  # the same, where waiting or letting go of something would not help
 _PLACES = ("trees", "stages", "drafts", "damaged", *spares.PLACES)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _AT_ONCE = 64  # layers that are taken away together: each holds a descriptor, and for each such number all records are read once
@@ -249,6 +250,16 @@ class LayerStore:
             raise
         return pin
 
+    def pin_at_once(self, ids: Iterable[str]) -> Pin | None:
+        """As `pin`, without waiting for anything: None when a layer is not there, or has to be looked at first, or is being taken away."""
+        pin = Pin(self._holds.let_go)
+        for layer_id in dict.fromkeys(ids):
+            if not self._is_sound(layer_id) or not self._holds.take(layer_id, waits=False):
+                pin.close()
+                return None
+            pin._add(layer_id)
+        return pin
+
     def check_seal(self, layer_id: str) -> None:
         """Look at what the file system notes about every entry. When that is not as it was sealed, the digest decides.
 
@@ -327,11 +338,16 @@ class LayerStore:
 
     # ---- room ----
 
-    def evict(self, *, wanted_bytes: int = 0) -> Freed:
+    def trim(self) -> Freed:
+        """Bring what is kept beside the layers in use back within the budget."""
+        return self.evict(beside_used=True) if self.shortage_bytes(beside_used=True) > 0 else Freed()
+
+    def evict(self, *, wanted_bytes: int = 0, beside_used: bool = False) -> Freed:
         """Make room for `wanted_bytes` more, within the budget and on the disk; what nobody needs goes first and in any case.
 
         Then mirrors, caches and partial downloads, those that were not used for longest first; then the stages of least value,
-        those that nothing stands on first. Never a layer that somebody has pinned, nor a mirror or cache in use.
+        those that nothing stands on first. Never a layer that somebody has pinned, nor a mirror or cache in use. The budget is for
+        everything; or, `beside_used`, for what is kept beside the layers that somebody has pinned.
         """
         freed = _Tally()
         with _told(self.root), flocked(self.root / "trees", fcntl.LOCK_EX):
@@ -342,17 +358,17 @@ class LayerStore:
             for spare in spares.remove_old(self.root):
                 freed.add_spare(spare)
             for spare in self.spares():
-                if self.shortage_bytes(wanted_bytes) <= 0:
+                if self.shortage_bytes(wanted_bytes, beside_used=beside_used) <= 0:
                     break
                 if spares.remove(spare):
                     freed.add_spare(spare)
-            while (short := self.shortage_bytes(wanted_bytes)) > 0:
+            while (short := self.shortage_bytes(wanted_bytes, beside_used=beside_used)) > 0:
                 if not self._evict_some(short, freed):
                     break
         return Freed(tuple(freed.stages), tuple(freed.layers), tuple(freed.spares), freed.bytes)
 
-    def candidates(self) -> list[eviction.Candidate]:
-        """The stages as `eviction.choose` wants to know them."""
+    def candidates(self, *, as_if_unused: bool = False) -> list[eviction.Candidate]:
+        """The stages as `eviction.choose` wants to know them; or as they would be if nobody had any pinned."""
         now = time.time()
         return [
             eviction.Candidate(
@@ -361,7 +377,7 @@ class LayerStore:
                 one.adds,
                 one.cost_s,
                 self._records.uses(one.key, now),
-                is_kept=one.name == SNAPSHOT or any(self.is_in_use(layer_id) for layer_id in one.adds),
+                is_kept=one.name == SNAPSHOT or (not as_if_unused and any(self.is_in_use(layer_id) for layer_id in one.adds)),
             )
             for one in self._records.all()
         ]
@@ -370,12 +386,22 @@ class LayerStore:
         """The layers that any record names."""
         return self._records.needed()
 
-    def shortage_bytes(self, wanted: int = 0) -> int:
+    def unkept(self) -> frozenset[str]:
+        """Stages that are here only because somebody has them pinned: those that would go if nobody had any."""
+        if self.budget_bytes is None:
+            return frozenset()
+        sizes = {layer.id: layer.bytes for layer in self.layers()}
+        short = sum(sizes.values()) - self.budget_bytes
+        return frozenset(eviction.choose(self.candidates(as_if_unused=True), sizes, short)) if short > 0 else frozenset()
+
+    def shortage_bytes(self, wanted: int = 0, *, beside_used: bool = False) -> int:
         """How much has to go before `wanted` bytes fit the budget and the disk; zero or less when they do."""
         short = wanted - self._free_bytes() if wanted > 0 else 0
         if self.budget_bytes is not None:
-            total = self._layer_bytes() + sum(spare.bytes for spare in self.spares())
-            short = max(short, total + wanted - self.budget_bytes)
+            over = self._layer_bytes() + sum(spare.bytes for spare in self.spares()) + wanted - self.budget_bytes
+            if over > 0 and beside_used:
+                over -= sum(layer.bytes for layer in self.layers() if self.is_in_use(layer.id))
+            short = max(short, over)
         return short
 
     def is_in_use(self, layer_id: str) -> bool:
@@ -433,16 +459,18 @@ class LayerStore:
             _log.warning("%s is whole, but that cannot be noted (%s): it will be read again", path, exc.strerror)
 
     def _require_room(self, wanted: int) -> None:
+        """A new layer is in use by whoever wants it, and needs no room until nobody does; but one that could never be kept is refused."""
         if self.budget_bytes is None:
             return
-        if self.shortage_bytes(wanted) > 0:
-            self.evict(wanted_bytes=wanted)
-        # What is in use of mirrors and caches now can go later: it keeps no layer out.
-        if (short := self._layer_bytes() + wanted - self.budget_bytes) > 0:
+        self.trim()
+        saved = {layer_id for one in self._records.all() if one.name == SNAPSHOT for layer_id in one.adds}
+        saved_bytes = sum(facts[0] for layer_id in saved if (facts := facts_in(self._tree_of(layer_id))) is not None)
+        if saved_bytes + wanted > self.budget_bytes:
+            beside = f" beside saved snapshots of {saved_bytes}" if saved_bytes else ""
             raise StageUnavailable(
-                _WHO,
-                f"a layer of {wanted} bytes does not fit the budget of {self.budget_bytes} bytes: {short} bytes more are in use by running engines "
-                "or saved snapshots; raise the budget, remove snapshots, or close an engine",
+                BUDGET,
+                f"a layer of {wanted} bytes does not fit the store's budget of {self.budget_bytes} bytes{beside}; raise the budget"
+                + (", or remove snapshots" if saved_bytes else ""),
             )
 
     # ---- holding ----

@@ -74,7 +74,9 @@ class Demands:
         """Whether the next plan may differ from the last one."""
         return self._count != self._planned_at or self._has_targets
 
-    def targets(self, floors: Mapping[str, ev.Target], starting: int, present: Collection[str], now_s: float) -> dict[str, ev.Target]:
+    def targets(
+        self, floors: Mapping[str, ev.Target], starting: int, present: Collection[str], unkept: Collection[str], now_s: float
+    ) -> dict[str, ev.Target]:
         """By stage key, the floors included."""
         self._planned_at = self._count
         demand, rungs = [], dict[str, tuple[tuple[Stage, ...], float]]()
@@ -97,7 +99,7 @@ class Demands:
                 _, memory_mib = rungs.get(spec.stages[rung].key, ((), 0.0))
                 rungs[spec.stages[rung].key] = (spec.stages[: rung + 1], max(memory_mib, spec.memory_mib))
         budget = Budget(self._options.memory_mib, self._options.entries, starting)
-        sizes = plan(demand, budget, self._costs, present=present)
+        sizes = plan(demand, budget, self._costs, present=present, unkept=unkept)
         planned = {key: ev.Target(rungs[key][0], count, rungs[key][1], may_build=not self._shares_stages) for key, count in sizes.items()}
         self._has_targets = bool(planned)
         for key, floor in floors.items():

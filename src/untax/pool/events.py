@@ -138,6 +138,14 @@ class Evicted:
 
 
 @dataclass(frozen=True, slots=True)
+class Unkept:
+    """All stages whose layers are here only as long as something stands on them: the store has no room to keep them besides."""
+
+    now_s: float
+    keys: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """How many sandboxes are to be idle with these stages in place."""
 
@@ -159,7 +167,7 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class Pressed:
-    """The store has no room for a stage that somebody waits for: an idle sandbox that keeps layers in it is to go."""
+    """The disk has no room for a stage that somebody waits for: an idle sandbox that keeps layers in it is to go."""
 
     now_s: float
 
@@ -191,6 +199,7 @@ Event: TypeAlias = (
     | Gone
     | Stored
     | Evicted
+    | Unkept
     | Resized
     | Pressed
     | Tick

@@ -87,6 +87,7 @@ class PoolDriver(Generic[R, E]):
         self._demands = Demands(options, costs, shares_stages=shares_stages) if options.adaptive else None
         self._replanning: asyncio.TimerHandle | None = None
         self._stored: set[str] = set()
+        self._unkept: frozenset[str] = frozenset()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
         self._cause: Exception | None = None  # of what is being refused right now
@@ -177,6 +178,15 @@ class PoolDriver(Generic[R, E]):
             self.counts.died += 1
             self._tell(ev.Died(self._clock(), entry.name))
 
+    def useless(self, key: str, idle: Iterable[E]) -> None:
+        """Nobody can ask for this uppermost stage any more: none is kept ready, and those that are idle with it go."""
+        self._floors.pop(key, None)
+        if self._demands is None:
+            self._recipes.pop(key, None)
+        self._resize()
+        for entry in idle:
+            self._tell(ev.Died(self._clock(), entry.name))
+
     def held(self, stages: tuple[Stage, ...], seconds: float) -> None:
         """A lease has lasted so long."""
         if self._demands is not None:
@@ -256,6 +266,13 @@ class PoolDriver(Generic[R, E]):
             self._stored.discard(key)
             self._tell(ev.Evicted(self._clock(), key))
 
+    def unkept(self, keys: Iterable[str]) -> None:
+        """Of these stages, which are here, the store keeps nothing once nobody stands on them."""
+        found = frozenset(keys)
+        if found != self._unkept:
+            self._unkept = found
+            self._tell(ev.Unkept(self._clock(), found))
+
     async def shed(self) -> bool:
         """Destroy an idle sandbox that keeps layers in the store; whether there was one."""
         before = set(self._destroying)
@@ -302,7 +319,7 @@ class PoolDriver(Generic[R, E]):
     def _resize(self) -> None:
         targets = dict(self._floors)
         if self._demands is not None:
-            targets |= self._demands.targets(self._floors, self._state.admission.cap, self._stored, self._clock())
+            targets |= self._demands.targets(self._floors, self._state.admission.cap, self._stored, self._unkept, self._clock())
             if len(self._recipes) > _MOST_RECIPES:
                 self._recipes = {key: request for key, request in self._recipes.items() if key in targets}
         self._tell(ev.Resized(self._clock(), tuple(targets.values())))

@@ -8,6 +8,9 @@ serves whatever those above it do not catch, of all specs together, as far as to
 
 Arrivals in bunches have a variance above their mean (`burst` times); they are taken to be negative binomial, or Poisson for 1.
 
+Where the store has no room to keep a stage, what stands on it is all that keeps it: without an idle sandbox there, whoever comes next waits until
+it is built. So stages that the store keeps need few of them, and those it does not keep one each: together they hold more than either.
+
 How much is asked for in all is known well, what for is not: demand moves from spec to spec, and whoever it moves to meets a pool that was sized
 for its past. So one time in fifty a spec whose layers are here is taken to be what everybody wants.
 """
@@ -58,12 +61,16 @@ class Budget:
     starting: int = 4
 
 
-def plan(demand: Sequence[Demand], budget: Budget, costs: Costs, *, present: Collection[str] = ()) -> dict[str, int]:
-    """How many to keep idle for each stage key; those with none are left out. `present`: stages whose layers are here."""
+def plan(
+    demand: Sequence[Demand], budget: Budget, costs: Costs, *, present: Collection[str] = (), unkept: Collection[str] = ()
+) -> dict[str, int]:
+    """How many to keep idle for each stage key; those with none are left out. `present`: stages whose layers are here. `unkept`: those of
+    them that are here only as long as something stands on them.
+    """
     demand = [one for one in demand if one.rate_per_s > 0]
     memory_mib = budget.memory_mib - sum(one.rate_per_s * one.hold_s * one.memory_mib for one in demand)
     entries = budget.entries - math.ceil(sum(one.rate_per_s * one.hold_s for one in demand))
-    rungs = _rungs(demand, budget, costs, present)
+    rungs = _rungs(demand, budget, costs, present, unkept)
     # One more here changes what one more is worth below (less overflows) and above (less is left to save). Above it only falls,
     # and is noticed when its turn comes; below it is computed anew at once.
     queue = [(-math.inf, number, 0) for number in range(len(rungs))]
@@ -219,6 +226,7 @@ class _Rung:
         self.cold_s = 0.0  # to create one here when nothing is idle
         self.refill_s = 0.0
         self.is_present = False  # its layer: nothing is built on the mere chance that somebody comes
+        self.next_s: float | None = None  # instead of `cold_s` when one is here already, where the stage stays only for that one's sake
         self.everybody = Arrivals(0.0)  # those of all specs, while one is replaced here
         self.count = 0
         self.version = 0
@@ -234,7 +242,10 @@ class _Rung:
         chance = arrivals.more_than(self.count)
         if self.own and self.is_present:
             chance += SURPRISE * (self.everybody.more_than(self.count) - chance)
-        return chance * max(0.0, min(saved_s, self.without_s()) - self._bind_s) / self.refill_s
+        saved_s = min(saved_s, self.without_s())
+        if self.next_s is not None and self.count:
+            saved_s = min(saved_s, self.next_s)
+        return chance * max(0.0, saved_s - self._bind_s) / self.refill_s
 
     def without_s(self) -> float:
         """What a lease of this stage takes when nothing is idle here: from a lower rung if something is idle there, or created."""
@@ -281,22 +292,26 @@ class _Rung:
         return self._flow
 
 
-def _rungs(demand: Sequence[Demand], budget: Budget, costs: Costs, present: Collection[str]) -> list[_Rung]:
+def _rungs(demand: Sequence[Demand], budget: Budget, costs: Costs, present: Collection[str], unkept: Collection[str]) -> list[_Rung]:
     rungs: dict[str, _Rung] = {}
     starting = 0.0  # seconds of starting work in each second
     for one in demand:
-        create_s = cold_s = costs.of("create")
+        create_s = cold_s = refill_s = costs.of("create")
         rung: _Rung | None = None
         for stage in one.stages:
             step_s = costs.of_stage(stage)
-            cold_s = create_s if stage.key in present else cold_s + step_s
+            is_present, is_kept = stage.key in present, stage.key not in unkept
+            # While one is idle its stage is here, and another over it is but a creation; without any, it has to be built first.
+            refill_s = create_s if is_present else refill_s + step_s
+            cold_s = create_s if is_present and is_kept else cold_s + step_s
             if stage.name == "base":
                 continue  # a sandbox without an image is of use to nobody
             if stage.key not in rungs:
                 rungs[stage.key] = _Rung(len(rungs), stage, rung, costs.of("bind"))
             rung = rungs[stage.key]
-            rung.step_s, rung.cold_s, rung.refill_s = step_s, cold_s, max(_LEAST_REFILL_S, cold_s)
-            rung.is_present = stage.key in present
+            rung.step_s, rung.cold_s, rung.refill_s = step_s, cold_s, max(_LEAST_REFILL_S, refill_s)
+            rung.is_present = is_present
+            rung.next_s = create_s if is_present and not is_kept else None
             rung.memory_mib = max(rung.memory_mib, one.memory_mib)
             rung.hit_rate = max(rung.hit_rate, one.hit_rate)
         if rung is not None:

@@ -51,6 +51,7 @@ class Pool:
         self._specs, self._tickets, self._queued = self._line.specs, self._line.tickets, self._line.queued
         self._targets: dict[str, Spec] = {}  # those with a target
         self._cut_off: dict[str, str] = {}  # tickets that were refused during an upgrade, and the sandbox that is still theirs
+        self._unkept: frozenset[str] = frozenset()
         self._trim_due_s = math.inf
         self._calm_at_s = -math.inf
         self._is_calming = False  # whether a refill waits for that
@@ -74,6 +75,7 @@ class Pool:
             ev.Gone: self._gone,
             ev.Stored: lambda event: self._stock.stored(event.key),
             ev.Evicted: lambda event: self._stock.evicted(event.key),
+            ev.Unkept: self._now_unkept,
             ev.Resized: self._resized,
             ev.Pressed: self._pressed,
             ev.Tick: lambda _: None,
@@ -302,6 +304,9 @@ class Pool:
             raise ValueError(f"{event.entry!r} is not being destroyed")
         self._stock.gone(entry)
 
+    def _now_unkept(self, event: ev.Unkept) -> None:
+        self._unkept = event.keys
+
     def _resized(self, event: ev.Resized) -> None:
         for spec in self._targets.values():
             spec.target = None
@@ -457,10 +462,13 @@ class Pool:
             self._destroy(victim, f"its room is needed for a sandbox with the {ticket.stages[-1].name} stage of another spec")
 
     def _victims(self, ticket: Ticket, patience_s: float, but: str | None) -> Iterator[Entry]:
-        """Idle sandboxes: those above their target first, then by how long they have been idle."""
+        """Idle sandboxes: those above their target first, then those that are not all that keeps a stage here, then by how long they
+        have been idle.
+        """
 
-        def rank(entry: Entry) -> tuple[bool, float]:
-            return (self._surplus(self._line.spec(entry.stage)) <= 0, entry.since_s)
+        def rank(entry: Entry) -> tuple[bool, bool, float]:
+            spec = self._line.spec(entry.stage)
+            return (self._surplus(spec) <= 0, self._keeps_alone(spec), entry.since_s)
 
         waited_s = (self._now_s - ticket.asked_s) / self._line.spec(ticket.stages[-1]).share
         for entry in sorted(self._stock.all_idle(), key=rank):
@@ -470,6 +478,10 @@ class Pool:
             theirs_s = self._now_s - head.asked_s + patience_s if head is not None else 0.0
             if entry.id != but and (not is_awaited or waited_s * spec.share >= theirs_s):
                 yield entry
+
+    def _keeps_alone(self, spec: Spec) -> bool:
+        """Whether a stage would be gone with the one that is idle there."""
+        return spec.stage.key in self._unkept and self._stock.idle_at(spec.stage.key) == 1 and not spec.leased
 
     def _trim(self) -> None:
         """Destroy what has been idle above its target for long, and find out when there will be more of it."""

@@ -10,7 +10,7 @@ from typing import Any
 from untax.core.errors import UsageError
 from untax.core.substrate import Substrate
 
-HOSTED = {f"hosted:{provider}": f"_hosted_{provider}" for provider in ("daytona", "e2b", "modal")}
+HOSTED = {f"hosted:{provider}": f"_hosted_{provider}" for provider in ("daytona", "e2b", "modal", "untax")}
 """Providers: each wants an account, so they are not among `names()`, which every suite goes through."""
 
 

@@ -499,13 +499,57 @@ def test_the_budget_is_kept_by_evicting_what_is_worth_least(root):
     cheap, dear = add_stage(store, "cheap", "a", cost_s=1, size=1 << 20), add_stage(store, "dear", "b", cost_s=100, size=1 << 20)
 
     new = add_stage(store, "new", "c", cost_s=10, size=1 << 20)
+    store.trim()
     assert {layer.id for layer in store.layers()} == {dear.id, new.id}
     assert store.stage("cheap") is None
-    with store.pin([dear.id, new.id]), pytest.raises(StageUnavailable, match="budget"):
-        publish(store, "d", size=2 << 20)
     assert sum(layer.bytes for layer in store.layers()) <= 3 << 20
     assert cheap.id not in os.listdir(root / "trees")
     assert os.listdir(root / "drafts") == []
+
+
+def test_the_budget_is_for_what_is_kept_beside_the_layers_in_use(root):
+    """Whoever needs a layer gets it, whatever others use; when nobody uses them any more, those worth least go."""
+    store = LayerStore(root, marks=MARKS, budget_bytes=3 << 19)  # for one of them
+    first = add_stage(store, "first", "a", cost_s=1, size=1 << 20)
+    with store.pin([first.id]):
+        second = add_stage(store, "second", "b", cost_s=2, size=1 << 20)
+        other = LayerStore(root, marks=MARKS)
+        with other.pin([second.id]):
+            third = add_stage(store, "third", "c", cost_s=3, size=1 << 20)
+            assert store.trim().stages == ()
+            assert store.unkept() == {"first", "second"}
+        other.close()
+        assert store.trim().stages == ("second",)
+        assert store.unkept() == {"first"}
+    assert store.trim().stages == ("first",)
+    assert store.unkept() == frozenset()
+    assert store.layers() == [third]
+
+
+def test_a_layer_that_no_budget_could_keep_is_refused(root):
+    store = LayerStore(root, marks=MARKS, budget_bytes=3 << 20)
+    with pytest.raises(StageUnavailable, match=r"budget of 3145728 bytes; raise the budget$") as refused:
+        publish(store, "large", size=4 << 20)
+    assert refused.value.stage == "budget"
+    saved = add_stage(store, "snap", "a", name="snapshot", size=2 << 20)
+    with pytest.raises(StageUnavailable, match=r"saved snapshots of .*remove snapshots"):
+        publish(store, "b", size=2 << 20)
+    assert store.layers() == [saved]
+    assert os.listdir(root / "drafts") == []
+
+
+def test_what_is_pinned_at_once_is_there_and_was_looked_at(store):
+    layer = add_stage(store, "k", "a")
+    with store.pin_at_once([layer.id]) as pin:
+        assert pin.ids == (layer.id,)
+        assert store.is_in_use(layer.id)
+    assert again(store).pin_at_once([layer.id]) is None  # whose seal this process has not seen
+    fd = os.open(store.root / "trees" / layer.id / "lock", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert store.pin_at_once([layer.id]) is None  # somebody takes it away
+    os.close(fd)
+    store.remove_stage("k")
+    assert store.pin_at_once([layer.id]) is None
 
 
 def test_many_layers_are_taken_away_with_few_looks_at_the_records(store, monkeypatch):

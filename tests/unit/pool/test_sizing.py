@@ -76,6 +76,28 @@ def test_the_hit_rate_is_what_a_pool_of_that_size_would_have():
         assert hits / 40_000 == pytest.approx(hit_rate(demand, count, 2.0), abs=0.02)
 
 
+# ---- what the store does not keep ----
+
+
+def test_what_the_store_keeps_and_what_stands_idle_complement_each_other():
+    """Ten stages are kept, ten are not, and there is room for ten: one each for those that would have to be built, however rare they are."""
+    demand = [Demand(spec, rate_per_s=1.0 / (rank + 1), hold_s=0.0, memory_mib=1.0) for rank, spec in enumerate(DEPS)]
+    rare = {spec[-1].key for spec in DEPS[10:]}
+    sizes = plan(demand, Budget(memory_mib=10.0, entries=100, starting=8), seconds(), present=BUILT, unkept=rare)
+    assert sizes == dict.fromkeys(rare, 1)
+    assert plan(demand, Budget(memory_mib=10.0, entries=100, starting=8), seconds(), present=BUILT) != sizes
+
+    more = plan(demand, Budget(memory_mib=12.0, entries=100, starting=8), seconds(), present=BUILT, unkept=rare)
+    assert {key for key in more if key not in rare} <= {spec[-1].key for spec in DEPS[:10]} and all(more[key] == 1 for key in rare)
+
+
+def test_one_idle_keeps_a_stage_and_a_second_saves_but_a_creation():
+    """Also where they come in bunches, which would otherwise be worth ten builds at a time."""
+    demand = [Demand(DEPS[0], rate_per_s=0.1, burst=20.0, memory_mib=1.0), Demand(DEPS[1], rate_per_s=0.1, memory_mib=1.0)]
+    unkept = {DEPS[0][-1].key, DEPS[1][-1].key}
+    assert plan(demand, Budget(memory_mib=2.0), seconds(), present=BUILT, unkept=unkept) == dict.fromkeys(unkept, 1)
+
+
 # ---- how often they come ----
 
 

@@ -31,6 +31,7 @@ from untax.pool.events import (
     Stored,
     Target,
     Tick,
+    Unkept,
     Withdrawn,
 )
 from untax.pool.policy import Policy
@@ -146,6 +147,24 @@ def test_a_full_store_takes_the_longest_idle_that_keeps_layers_in_it():
     assert kinds(pool.handle(Gone(1.0, gone.entry))) == []  # and is not made again at once
     assert Create in kinds(pool.handle(Tick(pool.next_due_s())))
     assert ready().handle(Pressed(0.0)) == []
+
+
+def test_room_is_made_by_what_the_store_keeps_before_what_is_all_that_keeps_a_stage():
+    """The one idle at an unkept stage has waited longest, and would take its layers with it."""
+    pool = ready(Policy(entries=2))
+    pool.handle(Unkept(0.0, frozenset({DEPS_A[-1].key})))
+    pool.handle(Resized(0.0, (Target(DEPS_A, 1), Target(DEPS_B, 1))))
+    for now, order in enumerate((1, 2)):
+        pool.handle(Made(float(now), order, f"w{order}"))
+    at_a = pool.at_once(DEPS_A, 0.0).id
+    (gone,) = ask(pool, "t", OTHER, now=5.0)
+    assert isinstance(gone, Destroy) and gone.entry != at_a
+
+    pool.handle(Unkept(6.0, frozenset()))  # from here on, the one that is idle for longest
+    (given,) = pool.handle(Gone(6.0, gone.entry))
+    assert isinstance(given, Create)
+    (gone,) = ask(pool, "u", OTHER, now=6.0)
+    assert gone.entry == at_a
 
 
 def test_what_was_evicted_is_not_built_to_be_kept_ready():
