@@ -40,12 +40,14 @@ def carry_out(arguments: argparse.Namespace) -> int:
     if not arguments.verbose:
         logging.getLogger("untax").setLevel(logging.ERROR)  # what is not enforced is said below, as evidence
     found = [_examined(name, state_dir) for name in substrates.names()]
+    hosted = [_asked_for(name) for name in substrates.HOSTED]
     findings = host.findings(state_dir)
     chosen = _chosen(found, state_dir)
     if arguments.json:
-        print(json.dumps({"untax_doctor": 1, "substrates": found, "auto": chosen, "host": host.as_json(findings), "facts": host.facts()}))
+        said = {"substrates": found, "hosted": hosted, "auto": chosen, "host": host.as_json(findings), "facts": host.facts()}
+        print(json.dumps({"untax_doctor": 1, **said}))
     else:
-        _show(found, chosen, findings)
+        _show(found, hosted, chosen, findings)
     return 0 if any(one["usable"] and one["isolation"] != "none" for one in found) else EXIT_NO
 
 
@@ -63,6 +65,16 @@ def _examined(name: str, state_dir: Path) -> dict[str, Any]:
             reason = f"tried, and failed: {exc}"
         except OSError as exc:
             reason = f"state directory {state_dir}: {exc.strerror}; name another with --state-dir"
+    return {"name": name, "isolation": substrate.isolation, "usable": reason is None, "reason": reason, "evidence": evidence}
+
+
+def _asked_for(name: str) -> dict[str, Any]:
+    """A provider is not tried: each sandbox of one is paid for."""
+    substrate = substrates.load(name)
+    reason = substrate.unavailable_reason()
+    evidence = list(substrate.evidence()) if isinstance(substrate, Diagnosing) else []
+    if reason is None:
+        evidence.append(f"not tried: its sandboxes may cost money; try one with `untax run --substrate {name} -- true`")
     return {"name": name, "isolation": substrate.isolation, "usable": reason is None, "reason": reason, "evidence": evidence}
 
 
@@ -113,14 +125,15 @@ def _chosen(found: list[dict[str, Any]], state_dir: Path) -> dict[str, str]:
     return chosen
 
 
-def _show(found: list[dict[str, Any]], chosen: dict[str, str], findings: list[host.Finding]) -> None:
-    print("Substrates")
-    for one in found:
-        print(f"  {'ok  ' if one['usable'] else 'NO  '}  {one['name']:<12} isolation: {one['isolation']}")
-        if one["reason"]:
-            print(f"          {one_line(one['reason'])}")
-        for line in one["evidence"]:
-            print(f"          {one_line(line)}")
+def _show(found: list[dict[str, Any]], hosted: list[dict[str, Any]], chosen: dict[str, str], findings: list[host.Finding]) -> None:
+    for title, those in (("Substrates", found), ("Providers", hosted)):
+        print(title)
+        for one in those:
+            print(f"  {'ok  ' if one['usable'] else 'NO  '}  {one['name']:<14} isolation: {one['isolation']}")
+            if one["reason"]:
+                print(f"          {one_line(one['reason'])}")
+            for line in one["evidence"]:
+                print(f"          {one_line(line)}")
     print("Engine('auto')")
     for level, reason in chosen.items():
         print(f"  {level:<10}  {one_line(reason)}")
