@@ -20,6 +20,7 @@ from untax.core.spec import ISOLATION_LEVELS
 from untax.meter import units
 from untax.meter.advise import Advice, Option, Rollouts, advise
 from untax.meter.gather import Gathered, gather
+from untax.meter.prices import by_the_hour
 from untax.meter.profile import profiles
 from untax.meter.table import Table, Value, as_text
 
@@ -45,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--together", action="store_true", help="rollouts begin in batches of --parallel rather than one by one")
     parser.add_argument("--price", type=float, default=1.0, metavar="P", help="of a worker-hour (default: %(default)s)")
+    parser.add_argument(
+        "--price-of",
+        action="append",
+        metavar="NAME=P",
+        help="of an hour of one substrate (default: its usd_per_s in the run's plan; repeatable)",
+    )
     parser.add_argument(
         "--idle-share", type=float, default=1.0, metavar="X", help="what an idle sandbox costs of a busy one (default: %(default)s)"
     )
@@ -72,7 +79,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
     unknown = sorted({case.substrate for case in run.cases} - levels.keys())
     absent = _left_out(run, levels, unknown)
     try:
-        advice = advise(profiles(run, levels, arguments.tier), rollouts, by=arguments.by)
+        advice = advise(profiles(run, levels, arguments.tier, by_the_hour(run, arguments.price_of or [])), rollouts, by=arguments.by)
     except UsageError as exc:
         if not absent:
             raise
@@ -98,14 +105,24 @@ def _mix(text: str | None) -> dict[str, float]:
 def _levels(run: Gathered, given: list[str]) -> dict[str, str]:
     known = set(substrates.names())
     found = {name: substrates.load(name).isolation for name in {case.substrate for case in run.cases} & known}
+    found |= _hosted_levels(run)
     for text in given:
-        name, _, level = text.partition("=")
+        name, _, level = text.rpartition("=")
         if level not in ISOLATION_LEVELS:
             raise UsageError(f"--isolation-of: {text!r} is not NAME=LEVEL with a level of {', '.join(ISOLATION_LEVELS)}")
         if name in found and found[name] != level:
             raise UsageError(f"--isolation-of: {name} has isolation {found[name]!r}, which is not a matter of choice")
         found[name] = level
     return found
+
+
+def _hosted_levels(run: Gathered) -> dict[str, str]:
+    """Of providers' sandboxes, by what the records say that they promised: one adapter serves providers of several kinds."""
+    return {
+        one.case.substrate: one.detail["isolation"]
+        for one in run.cases.values()
+        if one.ran_as in substrates.HOSTED and one.detail.get("isolation") in ISOLATION_LEVELS
+    }
 
 
 def _left_out(run: Gathered, levels: Mapping[str, str], unknown: list[str]) -> dict[str, str]:

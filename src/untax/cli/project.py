@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from untax.cli._terminal import one_line
 from untax.core.errors import UsageError
 from untax.meter import project, published, units
 from untax.meter.gather import Gathered, gather
+from untax.meter.prices import by_the_hour
 from untax.meter.stats import Interval
 from untax.meter.table import Table, Value, as_text
 
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=_number, default=150, metavar="N", help="actions in a trajectory (default: %(default)s)")
     parser.add_argument("--tier", metavar="T", help="whose trajectories (default: the heaviest that the run has)")
     parser.add_argument("--price", type=_number, metavar="P", help="of a worker-hour")
+    parser.add_argument(
+        "--price-of",
+        action="append",
+        metavar="NAME=P",
+        help="of an hour of one substrate (default: its usd_per_s in the run's plan; repeatable)",
+    )
     parser.add_argument("--currency", default="USD", help="of the price (default: %(default)s)")
     parser.add_argument("--goal-hours", type=_number, metavar="H", help="say how many workers it takes to be done in so many hours")
     parser.add_argument(
@@ -44,6 +52,8 @@ def carry_out(arguments: argparse.Namespace) -> int:
     typed = arguments.seconds_per_trajectory or arguments.seconds_per_action
     if bool(arguments.run) == bool(typed):
         raise UsageError("name either a RUN or --seconds-per-trajectory (or --seconds-per-action)")
+    if typed and arguments.price_of:
+        raise UsageError("--price-of is of a RUN's substrates; for a number give --price")
     if any(batch < 1 for batch in arguments.batch or ()):
         raise UsageError("--batch needs at least one rollout")
     document, tables = _typed(arguments) if typed else _measured(arguments)
@@ -82,7 +92,7 @@ def _typed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table]]:
     for value, interval in times:
         hours = project.worker_hours(value, scale)
         span = interval.scaled(scale / 3600)
-        extra, fields = _extra(arguments, hours, span)
+        extra, fields = _extra(arguments, hours, span, arguments.price)
         table.add(f"{value:g} s", units.hours(hours), units.between(span, units.hours) if span.half_width else "exact", *extra)
         rows.append({"seconds_per_trajectory": value, "worker_hours": hours, "worker_hours_as_printed": _pair(span), **fields})
         if note := published.rounding(value, scale):
@@ -98,19 +108,24 @@ def _typed(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table]]:
     return document, [table]
 
 
-def _extra_head(arguments: argparse.Namespace) -> list[str]:
-    found = [f"cost at {arguments.price:g}/h"] if arguments.price else []
+def _extra_head(arguments: argparse.Namespace, prices: Mapping[str, float] | None = None) -> list[str]:
+    found = ["cost"] if prices else [f"cost at {arguments.price:g}/h"] if arguments.price else []
     return found + ([f"workers for {arguments.goal_hours:g} h"] if arguments.goal_hours else [])
 
 
-def _extra(arguments: argparse.Namespace, hours: float, interval: Interval) -> tuple[list[Value], dict[str, Any]]:
-    cells: list[Value] = []
+def _extra(
+    arguments: argparse.Namespace, hours: float, interval: Interval, price: float | None, *, has_cost: bool = False
+) -> tuple[list[Value | str], dict[str, Any]]:
+    """`has_cost`: other rows have a cost, so that this one has an empty place where it has no `price`."""
+    cells: list[Value | str] = []
     fields: dict[str, Any] = {}
-    if arguments.price:
-        cost = interval.scaled(arguments.price)
+    if price:
+        cost = interval.scaled(price)
         under = f"{units.money(cost.low, '').strip()}–{units.money(cost.high, '').strip()}"
-        cells.append(Value(units.money(hours * arguments.price, arguments.currency), hours * arguments.price, under))
-        fields |= {"cost": hours * arguments.price, "cost_interval": _pair(cost), "currency": arguments.currency}
+        cells.append(Value(units.money(hours * price, arguments.currency), hours * price, under))
+        fields |= {"cost": hours * price, "cost_interval": _pair(cost), "currency": arguments.currency, "price": price}
+    elif has_cost:
+        cells.append("")
     if arguments.goal_hours:
         workers = project.workers_for(hours, arguments.goal_hours)
         cells.append(Value(f"{workers:,}", workers))
@@ -147,14 +162,16 @@ def _measured(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table
 def _projections(arguments: argparse.Namespace, run: Gathered, tier: str) -> tuple[Table, list[dict[str, Any]]]:
     found = project.project(project.models(run, tier), steps=arguments.steps, trajectories=arguments.trajectories)
     lengths = run.lengths(tier)
+    prices = by_the_hour(run, arguments.price_of or [])
     table = Table(
         "projection",
         f"{units.count(arguments.trajectories)} trajectories of {arguments.steps:g} actions ({tier}), with 95 % intervals",
-        ["", "n", "a trajectory", "worker-hours", "× fastest", "more than fastest", *_extra_head(arguments)],
+        ["", "n", "a trajectory", "worker-hours", "× fastest", "more than fastest", *_extra_head(arguments, prices)],
     )
     rows = []
     for one in found:
-        extra, fields = _extra(arguments, one.hours.value, one.hours.interval)
+        price = prices.get(one.series.substrate, arguments.price)
+        extra, fields = _extra(arguments, one.hours.value, one.hours.interval, price, has_cost=bool(prices))
         mark = " (extrapolated)" if one.seconds.is_extrapolated else ""
         table.add(
             f"{one.series}{mark}",
@@ -173,6 +190,8 @@ def _projections(arguments: argparse.Namespace, run: Gathered, tier: str) -> tup
             }
         )  # fmt: skip
     measured = ", ".join(map(str, lengths)) if lengths else "the tier itself"
+    for name, price in sorted(prices.items()):
+        table.notes.append(f"An hour of {name} is taken to cost {price:g} {arguments.currency}.")
     table.notes.append(f"Measured lengths: {measured}. Mean time of a worker, failures and retries included; run {run.run.run}.")
     return table, rows
 

@@ -41,7 +41,7 @@ class Rollouts:
     mix: Mapping[str, float] = field(default_factory=dict)
     """Shares of actions by the tier they resemble; empty for the measured trajectories' own mix."""
     price: float = 1.0
-    """Of a worker-hour."""
+    """Of a worker-hour, where a substrate has no price of its own."""
     idle_share: float = 1.0
     """What an idle sandbox costs, as a share of a busy one."""
     burst: float = 1.0
@@ -159,7 +159,7 @@ def _option(profile: Profile, rollouts: Rollouts, pool: int) -> Option:
         hits,
         paid_s,
         profile.spread.scaled(paid_s),
-        (paid_s + idle_s) * rollouts.price / 3600,
+        (paid_s + idle_s) * (rollouts.price if profile.price is None else profile.price) / 3600,
         1 - own_s / paid_s if paid_s else 0.0,
         is_assumed=bool(pool) and profile.warm_s is None,
     )

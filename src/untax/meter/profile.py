@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from untax.meter import project
 from untax.meter.gather import Gathered, Samples, Series
@@ -43,6 +43,8 @@ class Profile:
     """Of the mean total, as a multiple of it: 95 %."""
     knee: int | None = None
     """From how many at once on this machine more no longer bring more."""
+    price: float | None = None
+    """Of an hour of it, where that is not a worker's."""
 
     @property
     def name(self) -> str:
@@ -65,9 +67,11 @@ class Profile:
         return sum(share * self.own_by_tier[tier] for tier, share in mix.items()) if mix else self.own_s
 
 
-def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = None) -> list[Profile]:
+def profiles(
+    run: Gathered, isolation: Mapping[str, str], tier: str | None = None, prices: Mapping[str, float] | None = None
+) -> list[Profile]:
     """One for each cold series whose substrate's isolation level is known and that ran with it, under the name that it ran as. `tier`: whose
-    trajectories; the heaviest unless told.
+    trajectories; the heaviest unless told. `prices` of an hour are by the run's names for substrates.
     """
     if not run.tiers:
         return []
@@ -79,7 +83,8 @@ def profiles(run: Gathered, isolation: Mapping[str, str], tier: str | None = Non
         if series.warmth != "cold" or series.substrate not in isolation or samples is None or not samples.actions:
             continue
         if samples.is_of(isolation[series.substrate]):  # otherwise it has neither this one's boundary nor its speed
-            found.append(_profile(run, series, samples, isolation[series.substrate], knees.get(series)))
+            one = _profile(run, series, samples, isolation[series.substrate], knees.get(series))
+            found.append(replace(one, price=(prices or {}).get(series.substrate)))
     return found
 
 

@@ -10,6 +10,8 @@ a table for each tenant:
     actions = 256            # requests at once
     snapshots = 100
     connections = 64         # clients that hold one
+    templates = 100          # of E2B's dialect
+    builds = 8               # of them, at once
     uploads_mib = 1024       # files for builds of E2B's templates
 """
 
@@ -40,6 +42,10 @@ class Allowance:
     snapshots: int = 1024
     connections: int = 1024
     """Held ones, and clients that may come back to theirs."""
+    templates: int = 1024
+    """Of E2B's dialect, snapshots of sandboxes among them."""
+    builds: int = 64
+    """Of templates, that are asked for and not over."""
     uploads_mib: int = 8192
     """Of files that lie here for builds that are not over."""
 

@@ -1,6 +1,7 @@
 """`untax report`, `project` and `advise`: files in, answers out, and words for what cannot be answered."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests import records
@@ -139,3 +140,42 @@ def test_two_runs_of_the_same_agree_and_a_slower_one_does_not(tmp_path, capsys):
     assert len(disagreeing("2")) <= 2
     assert disagreeing("slower") == [str(cases[0])]
     assert "agree within" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.fixture
+def priced(tmp_path):
+    """A run whose plan says what a second of one substrate costs, as hosted ones have it."""
+    first, *rest = records.whole_run([*records.plain_cases(), *records.more_cases()], 8)
+    options = {"container": {"usd_per_s": 0.001}, "namespace": {"image": "host"}}
+    records.write(tmp_path / "records.jsonl", [replace(first, plan={**first.plan, "options": options}), *rest])
+    return str(tmp_path)
+
+
+def test_what_a_second_of_a_sandbox_costs_is_projected_from_the_plan(priced, capsys):
+    """Its own price counts where it has one, a worker's elsewhere; the command line is over both."""
+    assert main(["project", priced, "--price", "1", "--price-of", "process=0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["projections"]
+    prices = {one["series"].partition(" ")[0]: one.get("price") for one in found}
+    assert (prices["container"], prices["namespace"], prices["process"]) == (pytest.approx(3.6), 1.0, None)
+    for one in found:
+        assert "price" not in one or one["cost"] == pytest.approx(one["worker_hours"] * one["price"])
+    assert main(["project", priced]) == 0
+    assert "An hour of container is taken to cost 3.6 USD" in capsys.readouterr().out
+
+
+def test_advice_counts_with_what_a_substrate_costs(priced, capsys):
+    words = ["advise", priced, "--length", "10", "--isolation-of", "container=container", "--json"]
+
+    def cost_of(*more):
+        assert main([*words, *more]) == 0
+        return next(one["cost"] for one in json.loads(capsys.readouterr().out)["options"] if one["substrate"] == "container")
+
+    assert cost_of() == pytest.approx(cost_of("--price-of", "container=1") * 3.6)
+    assert cost_of("--price", "7") == cost_of()
+
+
+@pytest.mark.parametrize("words", [["--price-of", "moon=1"], ["--price-of", "container=dear"], ["--price-of", "container=-1"]])
+def test_a_price_that_cannot_be_meant_is_refused(priced, capsys, words):
+    for command in ("project", "advise"):
+        assert main([command, priced, *words]) == 2
+        assert "--price-of" in capsys.readouterr().err

@@ -264,7 +264,7 @@ class Control:
     # ---- templates ----
 
     async def template_request(self, request: Request, tenant: Tenant) -> Response:
-        template, build = self._templates.request(tenant.name, await read_json(request))
+        template, build = self._templates.request(tenant, await read_json(request))
         tags = list(template.pending[build.id][1])
         document = {
             "templateID": template.id, "buildID": build.id, "public": False, "names": template.names, "aliases": template.names, "tags": tags,

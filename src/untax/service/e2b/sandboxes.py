@@ -356,6 +356,7 @@ class Sandboxes:
     async def snapshot(self, sandbox: Sandbox, name: str | None) -> Template:
         """A template with its files as they are now, which outlives it and the server."""
         self._hosting.kept.check_room(sandbox.holding.tenant)
+        self._templates.check_room(sandbox.holding.tenant)
         async with sandbox.changing:
             taken = await self._frozen(sandbox)
             return await self._named(sandbox, taken, name)

@@ -24,6 +24,8 @@ from untax.layers._durable import replace_whole
 from untax.service.e2b.models import ENVD_VERSION, moment
 from untax.service.e2b.sandbox import DEFAULT_USER, Manner
 from untax.service.errors import Refused
+from untax.service.hosting import BUSY_S
+from untax.service.tenants import Tenant
 
 log = logging.getLogger("untax.service.e2b")
 
@@ -33,6 +35,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _LOGS_MAX = 20_000
 _LOGS_PAGE = 100
+_FORGOTTEN_S = 3600.0  # a build that was asked for so long ago and never begun has been given up
 _FORMAT = 1
 # The words before the colon of an image of ours; whatever else is a name in a registry.
 _FORMS = ("host", "debian", "registry", "dir", "tar", "oci", "docker-archive", "docker", "podman")
@@ -193,8 +196,8 @@ class Templates:
 
     # ---- making ----
 
-    def request(self, tenant: str, body: Mapping[str, Any]) -> tuple[Template, Build]:
-        """A template of that name, new or another build of it."""
+    def request(self, tenant: Tenant, body: Mapping[str, Any]) -> tuple[Template, Build]:
+        """A template of that name, new or another build of it. `Refused` with 429 above what the tenant may have."""
         name, _, tag = str(body.get("name") or body.get("alias") or "").partition(":")
         tags = body.get("tags") or []
         if not _NAME.fullmatch(name) or name == BASE:
@@ -205,12 +208,35 @@ class Templates:
             or (tag and not _TAG.fullmatch(tag))
         ):
             raise UsageError("tags are names of letters, digits and '._-'")
-        template = next((one for one in self._all.values() if one.name == name and one.tenant == tenant), None)
-        if template is None:
-            template = self.add(Template("t" + secrets.token_hex(9), tenant, name))
+        template = next((one for one in self._all.values() if one.name == name and one.tenant == tenant.name), None)
         build = Build(cpus=_number(body, "cpuCount", 64), memory_mib=_number(body, "memoryMB", 1 << 20))
+        self._make_room(tenant)
+        if template is None:
+            self.check_room(tenant)
+            template = self.add(Template("t" + secrets.token_hex(9), tenant.name, name))
         template.pending[build.id] = build, tuple(dict.fromkeys([*([tag] if tag else []), *tags])) or (DEFAULT_TAG,)
         return template, build
+
+    def check_room(self, tenant: Tenant) -> None:
+        """`Refused` with 429 when a further template would be one too many."""
+        most = tenant.allowance.templates
+        if sum(one.tenant == tenant.name for one in self._all.values()) >= most:
+            raise Refused(429, "TooMany", f"{tenant.name} has {most} templates already: delete some of them", retry_after_s=BUSY_S)
+
+    def _make_room(self, tenant: Tenant) -> None:
+        """For one more build: those that failed, or were never begun, are forgotten before another is refused; one under way is not."""
+        pending = [(one, build) for one in self._all.values() if one.tenant == tenant.name for build, _ in one.pending.values()]
+        most = tenant.allowance.builds
+        if len(pending) < most:
+            return
+        since = time.time() - _FORGOTTEN_S
+        over = [pair for pair in pending if pair[1].status == "error" or (pair[1].status == "waiting" and pair[1].created < since)]
+        if not over:
+            raise Refused(
+                429, "TooMany", f"{most} builds of {tenant.name} are under way already: wait for some of them", retry_after_s=BUSY_S
+            )
+        template, build = min(over, key=lambda pair: pair[1].created)
+        del template.pending[build.id]
 
     def add(self, template: Template) -> Template:
         self._all[template.id] = template

@@ -7,6 +7,9 @@ from untax.service.admission import Admission
 from untax.service.e2b.builds import Position, checked_steps
 from untax.service.e2b.templates import Templates
 from untax.service.errors import Refused
+from untax.service.tenants import Allowance, Tenant
+
+ALICE = Tenant("alice")
 
 
 def register(tmp_path, **options) -> Templates:
@@ -21,7 +24,7 @@ def register(tmp_path, **options) -> Templates:
 
 async def test_a_template_is_found_once_it_is_built_and_by_its_tenant_only(tmp_path):
     templates = register(tmp_path)
-    template, build = templates.request("alice", {"name": "mine:v1", "tags": ["v2"]})
+    template, build = templates.request(ALICE, {"name": "mine:v1", "tags": ["v2"]})
     with pytest.raises(Refused):
         templates.ready("alice", "mine")
     await templates.finished(template, build)
@@ -35,7 +38,7 @@ async def test_a_template_is_found_once_it_is_built_and_by_its_tenant_only(tmp_p
 
 async def test_the_register_outlives_the_server(tmp_path):
     templates = register(tmp_path)
-    template, build = templates.request("alice", {"name": "mine"})
+    template, build = templates.request(ALICE, {"name": "mine"})
     build.env, build.snapshot = {"A": "b"}, "snap-0"
     await templates.finished(template, build)
     again = register(tmp_path)
@@ -57,7 +60,7 @@ def test_an_image_is_the_operators_to_allow(tmp_path):
 @pytest.mark.parametrize("name", ["", "--privileged", "a b", "base", "$(id)", "a\n", "x" * 200])
 def test_a_name_that_is_none_is_refused(tmp_path, name):
     with pytest.raises(UsageError):
-        register(tmp_path).request("alice", {"name": name})
+        register(tmp_path).request(ALICE, {"name": name})
 
 
 def test_a_step_changes_the_key_and_what_follows_begins_with():
@@ -109,3 +112,40 @@ def test_a_register_of_another_release_is_not_touched(tmp_path):
     with pytest.raises(UsageError):
         register(tmp_path).load()
     assert place.exists()
+
+
+async def test_a_tenant_has_so_many_templates_and_no_more(tmp_path):
+    """Another build of one that is there is no further template, another tenant has room of its own, and a deleted one makes room."""
+    templates = register(tmp_path)
+    alice, bob = (Tenant(name, Allowance(templates=2)) for name in ("alice", "bob"))
+    first, _ = templates.request(alice, {"name": "one"})
+    templates.request(alice, {"name": "two"})
+    with pytest.raises(Refused, match="2 templates already: delete some") as refused:
+        templates.request(alice, {"name": "three"})
+    assert refused.value.status == 429
+    assert "three" not in {one.name for one in templates}
+    templates.request(alice, {"name": "one"})
+    templates.request(bob, {"name": "three"})
+    await templates.remove(first)
+    templates.request(alice, {"name": "three"})
+
+
+def test_builds_that_are_not_over_are_bounded_and_those_that_were_given_up_make_room(tmp_path):
+    """One under way is never forgotten for another; one that failed, or was never begun for an hour, is."""
+    templates = register(tmp_path)
+    alice = Tenant("alice", Allowance(builds=3))
+    made = [templates.request(alice, {"name": name}) for name in ("a", "b", "c")]
+    for _, build in made:
+        build.status = "building"
+    with pytest.raises(Refused, match="3 builds of alice are under way") as refused:
+        templates.request(alice, {"name": "d"})
+    assert refused.value.status == 429
+    made[1][1].status = "error"
+    made[2][1].status, made[2][1].created = "waiting", made[2][1].created - 7200
+    templates.request(alice, {"name": "d"})
+    assert not made[2][0].pending
+    templates.request(alice, {"name": "d"})
+    assert not made[1][0].pending
+    with pytest.raises(Refused):
+        templates.request(alice, {"name": "d"})
+    assert templates.build_of("alice", made[0][0].id, made[0][1].id)[1] is made[0][1]
