@@ -119,6 +119,7 @@ async def live(arguments: argparse.Namespace, engine: untax.Engine) -> list[Row]
     """Of a box with an HTTP server of Python's in it: the snapshot, a restore until the server answers, and starting the server anew instead."""
     taken: list[float] = []
     restored: list[float] = []
+    pooled: list[float] = []
     anew: list[float] = []
     async with engine.lease(SPEC) as box:
         await _serve(box)
@@ -130,7 +131,15 @@ async def live(arguments: argparse.Namespace, engine: untax.Engine) -> list[Row]
             async with engine.restore(snapshot) as copy:
                 await _answered(copy)
                 restored.append(time.perf_counter() - begin)
+            await engine.warm(snapshot, 1)
+            await engine.pooling.driver.wait_settled()
+            begin = time.perf_counter()
+            async with engine.restore(snapshot) as copy:
+                await _answered(copy)
+                pooled.append(time.perf_counter() - begin)
+                assert copy.ledger.hit is not None
             await snapshot.drop()
+            await engine.pooling.driver.wait_settled()
             begin = time.perf_counter()
             async with engine.lease(SPEC) as fresh:
                 await _serve(fresh)
@@ -139,6 +148,7 @@ async def live(arguments: argparse.Namespace, engine: untax.Engine) -> list[Row]
     return [
         _measure.compare("live snapshot", "gvisor", taken),
         _measure.compare("restore → its server answers", "gvisor", restored),
+        _measure.compare("warm lease of it → its server answers", "gvisor", pooled),
         _measure.compare("cold create, server started → it answers", "gvisor", anew),
     ]
 

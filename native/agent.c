@@ -174,7 +174,7 @@ static bool watch_children(void) {
 }
 
 // As a plain program nobody else ends what was started here. Everything descends from us: we are its reaper. Most often only workers are
-// left, who are known; to find the others, every process of the machine is looked at, which takes milliseconds on a host that has many.
+// left, who are known.
 static void kill_everything(void) {
     uint64_t end = io_now_ns() + CLEAN_UP_NS;
     bool dying = workers_kill();

@@ -132,7 +132,7 @@ struct box *launcher_build(const char *id, const char *disk, struct order *o, st
     *step = "memory";
     struct box *b = calloc(1, sizeof *b);
     pid_t pid = -1;
-    if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .disk_bytes = o->disk, .file_bytes = o->disk, .pids = o->limits.pids};
+    if (b) *b = (struct box){.pidfd = -1, .control = -1, .status = -1, .mounts = -1, .disk_bytes = o->disk, .file_bytes = o->disk, .pids = o->limits.pids};
     if (b && !prepare(&p, disk, o, f, step)) pid = start_child(&p, b, channel, step);
     int error = errno;
     close_plan(&p);

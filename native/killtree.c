@@ -57,23 +57,67 @@ static bool read_one(int proc, const char *name, struct seen *out) {
     return true;
 }
 
+static bool table_add(struct table *t, int proc, const char *name) {
+    if (t->count == t->room) {
+        size_t room = t->room ? t->room * 2 : 128;
+        struct seen *grown = realloc(t->rows, room * sizeof *grown);
+        if (!grown) return false;
+        t->rows = grown;
+        t->room = room;
+    }
+    if (read_one(proc, name, &t->rows[t->count])) t->count++;
+    return true;
+}
+
 static bool read_all(struct table *t) {
     t->count = 0;
     DIR *dir = opendir("/proc");
     if (!dir) return false;
-    for (struct dirent *e; (e = readdir(dir));) {
-        if (e->d_name[0] < '1' || e->d_name[0] > '9') continue;
-        if (t->count == t->room) {
-            size_t room = t->room ? t->room * 2 : 128;
-            struct seen *grown = realloc(t->rows, room * sizeof *grown);
-            if (!grown) break;
-            t->rows = grown;
-            t->room = room;
-        }
-        if (read_one(dirfd(dir), e->d_name, &t->rows[t->count])) t->count++;
-    }
+    for (struct dirent *e; (e = readdir(dir));)
+        if (e->d_name[0] >= '1' && e->d_name[0] <= '9' && !table_add(t, dirfd(dir), e->d_name)) break;
     closedir(dir);
     return true;
+}
+
+// The numbers in such a file, which may be long.
+static bool read_children(int tasks, const char *thread, struct pids *out) {
+    char path[32], text[4096];
+    snprintf(path, sizeof path, "%.20s/children", thread);
+    int fd = openat(tasks, path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    pid_t pid = 0;
+    for (ssize_t n; (n = read(fd, text, sizeof text)) > 0;) {
+        for (ssize_t i = 0; i < n; i++) {
+            if (text[i] >= '0' && text[i] <= '9') pid = pid * 10 + (text[i] - '0');
+            else pids_add(out, pid), pid = 0;
+        }
+    }
+    close(fd);
+    return true;
+}
+
+// Only what descends from the root: a few files instead of one for each process of the machine. False: this kernel does not tell.
+static bool read_below(struct table *t, pid_t root) {
+    struct pids found = {0};
+    bool is_told = false;
+    t->count = 0;
+    int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    pids_add(&found, root);
+    for (size_t i = 0; proc >= 0 && i < found.count; i++) {
+        char name[32];
+        snprintf(name, sizeof name, "%d/task", found.at[i]);
+        int fd = openat(proc, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        DIR *tasks = fd < 0 ? NULL : fdopendir(fd);
+        if (fd >= 0 && !tasks) close(fd);
+        for (struct dirent *e; tasks && (e = readdir(tasks));)
+            if (e->d_name[0] != '.') is_told |= read_children(fd, e->d_name, &found);
+        if (tasks) closedir(tasks);
+        *strchr(name, '/') = 0;
+        if (!table_add(t, proc, name)) break;
+    }
+    io_close(&proc);
+    free(found.at);
+    return is_told;
 }
 
 // Marks the root, its session and group, and whatever descends from something marked; remembers them in `known`, since a
@@ -106,7 +150,9 @@ unsigned kill_processes(pid_t root, int signal, bool spare_root, bool tree) {
     if (!spare_root || getsid(root) == root) pids_add(&sessions, root);
     // Stopped processes cannot fork: stop until nobody new turns up, then kill all of them.
     bool lasting = signal == SIGKILL;
-    for (int round = 0; round < ROUNDS_MAX && read_all(&t); round++) {
+    // Nobody leaves its reaper: below that are all of them.
+    bool is_reaper = root == self;
+    for (int round = 0; round < ROUNDS_MAX && ((is_reaper && read_below(&t, root)) || read_all(&t)); round++) {
         mark(&t, root, &known, &sessions);
         unsigned fresh = 0, alive = 0;
         for (size_t i = 0; i < t.count; i++) {

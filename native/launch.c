@@ -119,6 +119,7 @@ void launcher_free(struct box *b) {
     launcher_unwatch(&b->pidfd);
     launcher_unwatch(&b->status);
     io_close(&b->control);
+    io_close(&b->mounts);
     free(b->workdir);
     layout_free(&b->layout);
     free(b);
@@ -134,10 +135,21 @@ static void on_status(struct box *b) {
     launcher_unwatch(&b->status);
 }
 
+// Its mounts stand. Who lets go of them last waits for several grace periods of the kernel's; its processes would be the last, and whoever waits for their end would
+// wait for that too.
+static void hold_mounts(struct box *b) {
+    char path[32];
+    snprintf(path, sizeof path, "/proc/%d/ns/mnt", b->pid);
+    if (!b->failed) b->mounts = open(path, O_RDONLY | O_CLOEXEC);
+}
+
 // The sandbox's first process is dead, and with it all others: the kernel saw to that before it let us know.
 void launcher_bury(struct box *b) {
     siginfo_t info;
     waitid((idtype_t)3 /* P_PIDFD */, (id_t)b->pidfd, &info, WEXITED);
+    // Whoever waits hears of it first: the rest is a matter of this process alone, and done before its next request.
+    if (b->destroy_seq) launcher_done(b->destroy_seq);
+    maker_discard_one(&b->mounts);
     if (!cg_box_remove(b->group) && L.leftover_count < BOXES_MAX) strcpy(L.leftovers[L.leftover_count++], b->group);
     disk_drop(b->disk);
     slot_give(&b->slot);
@@ -147,9 +159,7 @@ void launcher_bury(struct box *b) {
     if (b->status >= 0) on_status(b);
     if (b->is_spare) {
         spares_lost(b);
-    } else if (b->destroy_seq) {
-        launcher_done(b->destroy_seq);
-    } else {
+    } else if (!b->destroy_seq) {
         struct wr w = launcher_answer(0, 2);
         wr_u32(&w, b->handle);
         wr_u8(&w, b->failed);
@@ -365,7 +375,7 @@ static int take_events(int wait_ms) {
             if (b) launcher_bury(b);
             break;
         case SRC_STATUS:
-            if (b && b->status >= 0) on_status(b);
+            if (b && b->status >= 0) on_status(b), hold_mounts(b);
             break;
         case SRC_ENTRY: launcher_entered(which); break;
         case SRC_SNAPSHOT: launcher_snapshot_said(which); break;
@@ -392,7 +402,7 @@ static void close_all(void) {
     epoll_ctl(L.epoll, EPOLL_CTL_DEL, L.engine, NULL);  // its end would be told again and again
     spares_close();
     for (unsigned i = 0; i < BOXES_MAX; i++)
-        if (L.boxes[i]) launcher_end(L.boxes[i]);  // with its snapshot, which would hold on to its dead
+        if (L.boxes[i]) io_close(&L.boxes[i]->mounts), launcher_end(L.boxes[i]);  // with its snapshot, which would hold on to its dead
     uint64_t until = io_now_ns() + 8000000000u;
     for (unsigned i = 0; i < BOXES_MAX; i++)
         while (L.boxes[i] && io_now_ns() < until) take_events(100);

@@ -30,6 +30,7 @@ struct box {
     struct slot slot;
     pid_t pid;          // of its first process
     int pidfd, control, status;
+    int mounts;         // its mount namespace, so that its last process need not take that apart; -1: it has to
     uint64_t disk_bytes;
     uint64_t file_bytes;   // no file of its workers' may become larger
     uint32_t pids;

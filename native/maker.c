@@ -180,6 +180,12 @@ void maker_discard(struct furniture *f) {
     furniture_close(f);
 }
 
+void maker_discard_one(int *fd) {
+    struct ask a = {.discards = true};
+    if (maker.sock >= 0 && *fd >= 0) io_send_fds(maker.sock, &a, sizeof a, fd, 1);
+    io_close(fd);
+}
+
 static void end(void) {
     while (maker.count) close(maker.got[--maker.count]);
     launcher_unwatch(&maker.sock);

@@ -24,6 +24,8 @@ bool maker_ask(const char *name, struct span layout, const struct slot *slot, ui
 enum maker_says maker_said(struct furniture *out);
 // Closes these mounts, whose last holder has to wait for a grace period of the kernel's for each: that shall be the maker.
 void maker_discard(struct furniture *f);
+// The same for one descriptor.
+void maker_discard_one(int *fd);
 // Ends it, and waits for that.
 void maker_close(void);
 

@@ -1,6 +1,7 @@
 """The images that tests run on: one small directory of ordinary programs, made once and kept in the temporary directory.
 
-The `process` and `ssh` substrates have no root of their own and therefore take the host's programs; all others get the directory.
+The `process` and `ssh` substrates have no root of their own and therefore take the host's programs; all others get the directory,
+a provider as what its template stands for.
 Checks that run on both may use only the programs named here.
 """
 
@@ -91,7 +92,7 @@ def small_image(substrate: str) -> str:
     """The image for conformance checks: the same few megabytes on every substrate that has a root of its own."""
     if substrate == "kubernetes":
         return KUBERNETES_IMAGE
-    return "host" if substrate in ("process", "ssh") else f"dir:{small_directory()}"
+    return "host" if substrate in ("process", "ssh", "hosted:daytona", "hosted:e2b") else f"dir:{small_directory()}"
 
 
 def tools_image(substrate: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from untax import substrates
 from untax.core.errors import PoolTimeout, SubstrateError, SubstrateUnavailable, UsageError
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec, Limits, require_duration
-from untax.core.substrate import Fastidious, Layered, Priced, Sandbox, Substrate
+from untax.core.substrate import Fastidious, Layered, Priced, Reviving, Sandbox, Substrate
 from untax.engine import Engine
 from untax.layers._durable import replace_whole
 from untax.leases import Bindings, Request, checked
@@ -46,20 +46,25 @@ class Candidates:
 
     name = "auto"
 
-    def __init__(self, state_dir: str | None, options: Mapping[str, Mapping[str, Any]], actions: float) -> None:
+    def __init__(
+        self, state_dir: str | None, options: Mapping[str, Mapping[str, Any]], actions: float, least: str = ISOLATION_LEVELS[0]
+    ) -> None:
+        if least not in ISOLATION_LEVELS:
+            raise UsageError(f"least must be one of {', '.join(ISOLATION_LEVELS)}, not {least!r}")
         if unknown := sorted(set(options) - set(substrates.names())):
             raise UsageError(f"options: there is no substrate {unknown[0]!r}; there are: {', '.join(substrates.names())}")
         given = {} if state_dir is None else {"state_dir": state_dir}
         self._all: dict[str, Substrate] = {name: substrates.load(name, **given, **options.get(name, {})) for name in substrates.names()}
         self._state_dir = chosen_state_dir(state_dir)
         self._actions = require_duration("actions", actions)
+        self._least = least
         self._unusable: dict[str, str] = {}
         self._expected: dict[str, Expected] = {}
         self.isolation = ISOLATION_LEVELS[-1]
         """So that every spec gets as far as the choice, which says what is lacking."""
 
     def default_spec(self) -> EnvSpec:
-        return EnvSpec()
+        return EnvSpec(isolation=max(EnvSpec().isolation, self._least, key=ISOLATION_LEVELS.index))
 
     def unavailable_reason(self) -> str | None:
         """Looks at all of them, one after the other. Blocks."""
@@ -107,16 +112,21 @@ class Candidates:
                 able.append(one)
             else:
                 unusable[name] = trouble
-        return choices.choose(able, spec.isolation, actions=self._actions, unusable=unusable)
+        asked = max(spec.isolation, self._least, key=ISOLATION_LEVELS.index)
+        return choices.choose(able, asked, actions=self._actions, unusable=unusable)
 
     @property
-    def layered(self) -> list[str]:
-        """Those that have snapshots."""
-        return [name for name in self._expected if isinstance(self._all[name], Layered)]
+    def keeping(self) -> list[str]:
+        """Those that have snapshots, of files before those of memory only."""
+        able = [name for name in self._expected if isinstance(self._all[name], (Layered, Reviving))]
+        return sorted(able, key=lambda name: not isinstance(self._all[name], Layered))
 
 
 class AutoEngine(Engine):
-    """What `Engine("auto")` makes. `options` are those of single substrates, by name; `actions` is how long rollouts are taken to be."""
+    """What `Engine("auto")` makes. `options` are those of single substrates, by name; `actions` is how long rollouts are taken to be.
+
+    Nothing below `least` is chosen, whatever a spec accepts: for who leases to others.
+    """
 
     def __init__(
         self,
@@ -125,15 +135,16 @@ class AutoEngine(Engine):
         state_dir: str | os.PathLike[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         actions: float = choices.ACTIONS,
+        least: str = ISOLATION_LEVELS[0],
         **given: Any,
     ) -> None:
         if not isinstance(options, Mapping | None) or not all(isinstance(one, Mapping) for one in (options or {}).values()):
             raise UsageError("options must be a mapping of a substrate's name to its own options, as {'container': {'engine': 'podman'}}")
         assert substrate == "auto"
         self._options = {name: dict(one) for name, one in (options or {}).items()}
-        self._candidates = Candidates(None if state_dir is None else os.fsdecode(state_dir), self._options, actions)
+        self._candidates = Candidates(None if state_dir is None else os.fsdecode(state_dir), self._options, actions, least)
         try:
-            super().__init__(self._candidates, **given)
+            super().__init__(self._candidates, state_dir=state_dir, **given)
         except UsageError as exc:
             if "already made" not in str(exc):
                 raise
@@ -223,7 +234,12 @@ class AutoEngine(Engine):
         request = checked(self.offer, spec, Bindings())
         return await (await self.engine_for(request.spec))[0].prepare(request.spec, progress=progress)
 
-    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+    async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+        if isinstance(spec, (Snapshot, str)):
+            request = await self._request_from(spec, Bindings(limits=limits))
+            assert request.snapshot is not None
+            await request.snapshot.engine.warm(request.snapshot, n, limits=limits)
+            return
         request = checked(self.offer, spec, Bindings(limits=limits))
         await (await self.engine_for(request.spec))[0].warm(request.spec, n)
 
@@ -242,7 +258,7 @@ class AutoEngine(Engine):
     async def find_snapshot(self, snapshot_id: str) -> Snapshot:
         self._check_running()
         last: UsageError | None = None
-        for name in self._candidates.layered:
+        for name in self._candidates.keeping:
             try:
                 return await (await self._started(name)).find_snapshot(snapshot_id)
             except UsageError as exc:

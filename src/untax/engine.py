@@ -31,9 +31,20 @@ from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
 from untax.core.spec import EnvSpec, Limits, Network
 from untax.core.stream import ByteStream
-from untax.core.substrate import BindingLate, Importing, Layered, Sandbox, Service, Substrate, Unenforced, said_together
+from untax.core.substrate import (
+    Bare,
+    BindingLate,
+    Importing,
+    IncumbentMaking,
+    Layered,
+    Sandbox,
+    Service,
+    Substrate,
+    Unenforced,
+    said_together,
+)
 from untax.ground import Ground
-from untax.leases import Bindings, Offer, Request, checked
+from untax.leases import Bindings, Choosing, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.costs import Costs
 from untax.pool.options import PoolOptions
@@ -50,6 +61,7 @@ if TYPE_CHECKING:
     from untax.layers.sources import Progress
 
 T = TypeVar("T")
+Made = TypeVar("Made", bound=Bare)
 
 log = logging.getLogger("untax.engine")
 
@@ -97,7 +109,7 @@ class Engine(Leasing):
             if state_dir is not None:
                 options["state_dir"] = os.fsdecode(state_dir)
             substrate = substrates.load(substrate, **options)
-        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing))):
+        elif options or (state_dir is not None and not isinstance(substrate, (Layered, Importing, Choosing))):
             raise UsageError("options belong to a substrate given by name; this one is already made")
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.
@@ -193,14 +205,18 @@ class Engine(Leasing):
         self.pooling.forget(spec)
         return prepared
 
-    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+    async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
         """Keep at least `n` sandboxes of `spec` ready from now on; returns once they are. `n=0` ends that.
 
-        What stands in the way is raised: `StageFailed` with the log of a set-up that fails, `UsageError` for what does not fit the
+        A snapshot, or the id of a saved one, in the place of a spec keeps sandboxes that go on from it, of a live one with its processes:
+        `restore` and `fork` then take them. That ends when it is dropped. What stands in the way is raised: `StageFailed` with the log of a set-up that fails, `UsageError` for what does not fit the
         pool, `CreateError` when sandboxes do not come up.
         """
-        request = checked(self.substrate, spec, Bindings(limits=limits))
-        self._check_running()
+        if isinstance(spec, (Snapshot, str)):
+            request = await self._request_from(spec, Bindings(limits=limits))
+        else:
+            request = checked(self.substrate, spec, Bindings(limits=limits))
+            self._check_running()
         await self.pooling.warm(request, n)
 
     def pools(self) -> PoolStatus:
@@ -232,7 +248,7 @@ class Engine(Leasing):
             raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}; allow more time, or lighten the machine's load") from None
 
     async def _fulfil(self, request: Request, watch: Stopwatch) -> Tenancy:
-        asked = self.pooling.ask(request) if request.is_plain else None
+        asked = self.pooling.ask(request)
         ledger = Ledger(
             rollout=secrets.token_hex(8),
             substrate=self.substrate.name,
@@ -243,7 +259,7 @@ class Engine(Leasing):
         box = self.box_class(self, request, ledger)
         self._boxes.add(box)
         try:
-            if not request.is_plain:
+            if asked is None and not request.is_plain:
                 ledger.add("queue", *watch.part())
             await box.furnish(watch, asked)
         except BaseException as exc:
@@ -285,11 +301,20 @@ class Engine(Leasing):
 
     async def create(self, spec: EnvSpec, ground: Ground | None = None, cache: Path | None = None) -> Sandbox:
         """A sandbox, or nothing: cancelled in between, what comes of it is destroyed. `ground` is held for it until it is gone."""
-        creating = asyncio.ensure_future(self._creating(spec, ground, cache))
+        return await self._whole(self._creating(spec, ground, cache), ground)
+
+    async def create_incumbent(self, spec: EnvSpec, ground: Ground | None = None) -> Bare:
+        """As `create`, the way those do it who hold no channel."""
+        if ground is not None or not isinstance(self.substrate, IncumbentMaking):
+            return await self.create(spec, ground)
+        return await self._whole(self.substrate.create_incumbent(spec), None)
+
+    async def _whole(self, creating: Coroutine[Any, Any, Made], ground: Ground | None) -> Made:
+        making = asyncio.ensure_future(creating)
         try:
-            return await asyncio.shield(creating)
+            return await asyncio.shield(making)
         except asyncio.CancelledError:
-            self.chore(self._undo(creating, ground))
+            self.chore(self._undo(making, ground))
             raise
         except BaseException as exc:
             if ground is not None:
@@ -305,7 +330,7 @@ class Engine(Leasing):
         assert substrate is not None
         return substrate.create_on(spec, ground.hold().root, cache=cache)
 
-    async def _undo(self, creating: asyncio.Future[Sandbox], ground: Ground | None) -> None:
+    async def _undo(self, creating: asyncio.Future[Made], ground: Ground | None) -> None:
         try:
             sandbox = await creating
         except (Exception, asyncio.CancelledError):
@@ -314,7 +339,7 @@ class Engine(Leasing):
             return  # nothing came of it, so there is nothing to give back
         await self.destroy(sandbox, ground)
 
-    async def destroy(self, sandbox: Sandbox, ground: Ground | None = None) -> None:
+    async def destroy(self, sandbox: Bare, ground: Ground | None = None) -> None:
         """Free a sandbox and what it stood on. One that cannot be proven gone goes into quarantine, and keeps its ground."""
         why = await try_destroy(sandbox)
         let_go = ground.release if ground is not None else _nothing

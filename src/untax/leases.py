@@ -49,13 +49,15 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it begins with its spec's own stages and nothing else, so that a pool can serve it."""
+        """Whether it begins with its spec's own stages and nothing else, so that a pool serves it."""
         return self.snapshot is None and self.ground is None
 
     def neutral(self, stages: Sequence[Stage] | None = None) -> Request:
         """The same with nothing in it that binds late, with `stages` of no more than these; what cannot bind late stays."""
         spec = self.spec
         changes: dict[str, Any] = {"env": FrozenEnv(), "network": "none"}
+        if self.snapshot is not None:
+            return Request(replace(spec, **changes), {}, None, self.ttl_s, self.snapshot)
         names = {stage.name for stage in stages} if stages is not None else {"repo", "deps"}
         if "repo" not in names:
             changes["repo"] = None
@@ -83,10 +85,15 @@ class Choosing(Protocol):
     def default_spec(self) -> EnvSpec: ...
 
 
+def usual_isolation(offer: Offer) -> str:
+    """What is meant where nothing is said: the substrate's own, and with several to choose from what a spec has by itself."""
+    return offer.default_spec().isolation if isinstance(offer, Choosing) else offer.isolation
+
+
 def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
     """Everything that can be checked is, before anything is made."""
     if spec is None:
-        spec = substrate.default_spec() if isinstance(substrate, Choosing) else EnvSpec(isolation=substrate.isolation)
+        spec = EnvSpec(isolation=usual_isolation(substrate))
     elif not isinstance(spec, EnvSpec):
         raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
     if not is_as_strong(substrate.isolation, as_required=spec.isolation):

@@ -12,7 +12,7 @@ from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, Sand
 from untax.core.ledger import Hit, Ledger
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
-from untax.core.stage import Stage
+from untax.core.stage import Stage, snapshot_rung
 from untax.ground import Ground
 from untax.grounds import Recipe, recipe_of
 from untax.leases import Request
@@ -22,6 +22,7 @@ from untax.pool.grants import Grant
 from untax.pool.options import PoolOptions
 from untax.pool.pool import PoolDriver
 from untax.pool.status import PoolStatus, StageStatus, finite, label_of
+from untax.snapshot import Snapshot
 from untax.standby import Standby, raise_up
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Pooling:
         self._engine = engine
         self._ladders: dict[tuple[Recipe, tuple[object, ...]], tuple[Stage, ...]] = {}
         self._warm: dict[tuple[Recipe, tuple[object, ...]], str] = {}  # uppermost stage keys of what is kept ready
+        self._snapshots: dict[tuple[str, tuple[object, ...]], tuple[Stage, ...]] = {}  # those that are, or were, and are not dropped
         self._in_place: set[str] = set()  # stages that are in no store because they need none
         self._binding: set[Standby] = set()  # being handed out, each in the task of whoever asked for it
         self._none_binding: asyncio.Future[None] | None = None
@@ -68,10 +70,17 @@ class Pooling:
 
     def ask(self, request: Request) -> Asked | None:
         """Take a place in the pool before anything else is done for a lease. What is idle with everything in place is asked at once to
-        prove that it lives, and answers while the rest is done. None where it must be found out first which stages are needed.
+        prove that it lives, and answers while the rest is done. None where it must be found out first which stages are needed, and for
+        what is none of the pool's: builds, and snapshots that were never to be kept ready.
         """
         spec = request.spec
-        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))
+        if request.ground is not None:
+            return None
+        fixed = self._engine.fixed(spec)
+        if request.snapshot is not None:
+            stages = self._snapshots.get((request.snapshot.id, fixed))
+        else:
+            stages = self._ladders.get((recipe_of(spec), fixed))
         return self._ask(request, stages) if stages is not None else None
 
     def _ask(self, request: Request, stages: tuple[Stage, ...]) -> Asked:
@@ -338,8 +347,7 @@ class Pooling:
         engine = self._engine
         fixed = engine.fixed(spec)
         found, present = await engine.warehouse.ladder(spec)
-        flavour = f"~{sha256(repr(fixed).encode()).hexdigest()[:12]}" if any(fixed) else ""
-        stages = tuple(replace(stage, key=stage.key + flavour) for stage in found) if flavour else found
+        stages = _flavoured(found, fixed)
         if len(self._ladders) >= _MOST_LADDERS:
             self._ladders.clear()
         recipe = (recipe_of(spec), fixed)
@@ -351,6 +359,20 @@ class Pooling:
         self.driver.stored(stage.key for stage, plain in zip(stages, found, strict=True) if plain.key in present)
         return stages
 
+    def _rungs(self, snapshot: Snapshot, fixed: tuple[object, ...]) -> tuple[Stage, ...]:
+        """Of a snapshot: all of it is there already."""
+        stages = self._snapshots[snapshot.id, fixed] = _flavoured((snapshot_rung(snapshot.id),), fixed)
+        self._in_place.add(snapshot.id)
+        self.driver.stored(stage.key for stage in stages)
+        return stages
+
+    def dropped(self, snapshot: Snapshot) -> None:
+        """No sandbox is made from it any more; those that are idle go, because no lease can ask for them."""
+        for key in [key for key in self._snapshots if key[0] == snapshot.id]:
+            rung = self._snapshots.pop(key)[-1].key
+            self.driver.useless(rung, [one for one in self.driver.parked() if one.stages[-1].key == rung])
+        self._in_place.discard(snapshot.id)
+
     def forget(self, spec: EnvSpec) -> None:
         """Ask again what an image's name stands for."""
         for key in [key for key in self._ladders if key[0][0] == spec.image]:
@@ -361,8 +383,12 @@ class Pooling:
     async def warm(self, request: Request, count: int) -> None:
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= _MOST_WARM:
             raise UsageError(f"n must be a whole number between 0 and {_MOST_WARM}, not {count!r}")
-        stages = await self._ladder(request.spec)
-        self._warm[recipe_of(request.spec), self._engine.fixed(request.spec)] = stages[-1].key
+        fixed = self._engine.fixed(request.spec)
+        if request.snapshot is not None:
+            stages = self._rungs(request.snapshot, fixed)
+        else:
+            stages = await self._ladder(request.spec)
+            self._warm[recipe_of(request.spec), fixed] = stages[-1].key
         await self.driver.warm(stages, request, count, memory_mib=request.spec.limits.memory_mib)
 
     def status(self) -> PoolStatus:
@@ -403,3 +429,9 @@ class Pooling:
             create_s=costs.of("create"),
             bind_s=costs.of("bind"),
         )
+
+
+def _flavoured(stages: tuple[Stage, ...], fixed: tuple[object, ...]) -> tuple[Stage, ...]:
+    """What is fixed when a sandbox is created makes another ladder of the same rungs."""
+    flavour = f"~{sha256(repr(fixed).encode()).hexdigest()[:12]}" if any(fixed) else ""
+    return tuple(replace(stage, key=stage.key + flavour) for stage in stages) if flavour else stages

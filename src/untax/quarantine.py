@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from untax.core.substrate import Sandbox
+from untax.core.substrate import Bare
 
 log = logging.getLogger("untax.engine")
 
@@ -17,7 +17,7 @@ _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
 
 
-async def try_destroy(sandbox: Sandbox) -> str | None:
+async def try_destroy(sandbox: Bare) -> str | None:
     """Destroy it; what stood in the way, or None when it is gone."""
     try:
         async with asyncio.timeout(DESTROY_PATIENCE_S):
@@ -31,7 +31,7 @@ class Quarantine:
     """`on_gone` of each is called once its sandbox is proven gone, however late."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Sandbox, Callable[[], object]]] = {}
+        self._kept: dict[str, tuple[Bare, Callable[[], object]]] = {}
         self._retrying: asyncio.Task[None] | None = None
         self.total = 0
         """How many there ever were."""
@@ -40,7 +40,7 @@ class Quarantine:
     def ids(self) -> tuple[str, ...]:
         return tuple(self._kept)
 
-    def add(self, sandbox: Sandbox, why: str, on_gone: Callable[[], object]) -> None:
+    def add(self, sandbox: Bare, why: str, on_gone: Callable[[], object]) -> None:
         log.warning("sandbox %s may have left something behind: %s; it is in quarantine and tried again", sandbox.id, why)
         self._kept[sandbox.id] = (sandbox, on_gone)
         self.total += 1
@@ -76,7 +76,7 @@ class Quarantine:
     async def _try_all(self) -> None:
         await asyncio.gather(*(self._try(sandbox, on_gone) for sandbox, on_gone in list(self._kept.values())))
 
-    async def _try(self, sandbox: Sandbox, on_gone: Callable[[], object]) -> None:
+    async def _try(self, sandbox: Bare, on_gone: Callable[[], object]) -> None:
         if await try_destroy(sandbox) is None and self._kept.pop(sandbox.id, None) is not None:
             log.info("sandbox %s has left quarantine: it is gone", sandbox.id)
             on_gone()

@@ -2,7 +2,7 @@
 
 A saved snapshot is a record in the store with every stored layer of its chain in it, the stages' own included, so that
 nothing it stands on is evicted or built anew below it. Only an image that is used in place (the host's files, a directory) lies
-outside; when that has changed, the snapshot is refused rather than laid over something else.
+outside; when that has changed, the snapshot is refused rather than laid over something else. A live one is the substrate's own files, in layers of their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from untax.core.errors import PoolClosed, StageUnavailable, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, Limits, Repo
-from untax.core.substrate import Frozen
+from untax.core.substrate import Frozen, Remembered, Reviving
 from untax.flats import DEEPEST, Flats
 from untax.ground import Ground, Own, Support
 from untax.layers.record import SNAPSHOT
@@ -27,7 +27,7 @@ from untax.snapshot import Snapshot
 if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.grounds import Grounds
-    from untax.layers.store import LayerStore, StageRecord
+    from untax.layers.store import LayerStore, Pin, StageRecord
 
 _ID = re.compile(r"snap-[0-9a-f]{24}")
 
@@ -58,6 +58,7 @@ class Shelf:
             raise PoolClosed(f"the engine is closed; drop {snapshot.id} by `await (await engine.find_snapshot(id)).drop()` of another")
         if self._kept.pop(snapshot.id, None) is not None:
             snapshot.let_go()
+            self._engine.pooling.dropped(snapshot)
             if snapshot.is_saved:
                 await asyncio.to_thread(self._grounds.store.remove_stage, snapshot.id)
 
@@ -90,7 +91,10 @@ class Shelf:
     async def _saved(self, snapshot: Snapshot) -> None:
         ground = await self.ground(snapshot)
         try:
-            await asyncio.to_thread(_store, self._grounds.store, snapshot, ground)
+            if snapshot.is_live:
+                await asyncio.to_thread(_store_live, self._grounds.store, snapshot, ground, self._reviving())
+            else:
+                await asyncio.to_thread(_store, self._grounds.store, snapshot, ground)
             snapshot.was_saved()
         finally:
             ground.release()
@@ -101,18 +105,44 @@ class Shelf:
             raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
         if (kept := self._kept.get(snapshot_id)) is not None:
             return kept
-        if self._engine.layered is None:
-            raise UsageError(f"there is no snapshot {snapshot_id}: live ones last as long as they are kept by their engine")
         store = self._grounds.store
         record = await asyncio.to_thread(store.stage, snapshot_id)
         if record is None or record.name != SNAPSHOT:
             raise UsageError(f"there is no saved snapshot {snapshot_id} in {store.root}")
         spec = spec_of(record.recipe["spec"])
-        ground = await self._restored(record, spec)
+        live = record.recipe.get("live")
+        is_live = live is not None
+        self._check_kind(snapshot_id, None if live is None else live["substrate"])
+        ground = await (self._taken_up(record) if is_live else self._restored(record, spec))
         if (kept := self._kept.get(snapshot_id)) is not None:  # somebody else asked at the same time
             ground.release()
             return kept
-        return self.put(Snapshot(self._engine, spec, ground, "stored", 0.0, snapshot_id))
+        return self.put(Snapshot(self._engine, spec, ground, "live" if is_live else "stored", 0.0, snapshot_id))
+
+    def _reviving(self) -> Reviving:
+        substrate = self._engine.substrate
+        assert isinstance(substrate, Reviving)
+        return substrate
+
+    def _check_kind(self, snapshot_id: str, by: str | None) -> None:
+        """One with the memory of processes goes on where it was left, and one of files needs layers."""
+        mine = self._engine.substrate.name
+        if by is None and self._engine.layered is None:
+            raise UsageError(f"snapshot {snapshot_id} is one of files; substrate {mine!r} has no layers to begin from them")
+        if by is not None and by != mine:
+            raise UsageError(f"snapshot {snapshot_id} holds the memory of processes on {by!r}; restore it with Engine({by!r})")
+
+    async def _taken_up(self, record: StageRecord) -> Ground:
+        store, said = self._grounds.store, record.recipe["live"]
+        pin = await asyncio.to_thread(store.pin, record.adds)
+        try:
+            root = Root((), config=record.config, path=said["path"], is_furnished=said["is_furnished"])
+            remembered = await self._reviving().take_up(root, [store.layer(one).tree for one in record.adds])
+        except BaseException:
+            pin.close()
+            raise
+        # The pin last: what leads to the layers goes before them.
+        return Ground(remembered.root, (), 0, (Support(lambda: self._engine.chore(_discarded(remembered, pin))),))
 
     async def _restored(self, record: StageRecord, spec: EnvSpec) -> Ground:
         store = self._grounds.store
@@ -151,19 +181,11 @@ def _heard(saving: asyncio.Task[None]) -> None:
 
 def _store(store: LayerStore, snapshot: Snapshot, ground: Ground) -> None:
     """Blocking: copy what is not in the store yet, layer by layer, and write the record."""
-    from untax.layers.copy import copy_tree
     from untax.layers.store import StageRecord
 
     began = time.monotonic()
     stage_ids = [found for directory in ground.root.layers[: ground.stage_layers] if (found := layer_id(store, directory))]
-    ids: list[str] = []
-    for one in ground.own:
-        found = layer_id(store, one.tree)
-        if found is None:
-            with store.draft() as draft:
-                copy_tree(one.tree, draft.tree)
-                found = draft.publish().id
-        ids.append(found)
+    ids = [_kept(store, one.tree) for one in ground.own]
     in_place = len(stage_ids) < ground.stage_layers or bool(ground.root.views)
     image = next((stage for stage in ground.stages if stage.name == "image"), None)
     if in_place and image is None:
@@ -185,6 +207,48 @@ def _store(store: LayerStore, snapshot: Snapshot, ground: Ground) -> None:
             is_portable=not in_place,
         )
     )
+
+
+async def _discarded(remembered: Remembered, pin: Pin) -> None:
+    try:
+        await remembered.discard()
+    finally:
+        await asyncio.to_thread(pin.close)
+
+
+def _store_live(store: LayerStore, snapshot: Snapshot, ground: Ground, substrate: Reviving) -> None:
+    """Blocking: a layer for each part, and the record. What several snapshots have in common is one layer for all of them."""
+    from untax.layers.store import StageRecord
+
+    began = time.monotonic()
+    root = ground.root
+    ids = tuple(_kept(store, part) for part in substrate.parts(root))
+    live = {"substrate": snapshot.engine.substrate.name, "path": root.path, "is_furnished": root.is_furnished}
+    store.put_stage(
+        StageRecord(
+            key=snapshot.id,
+            name=SNAPSHOT,
+            parent=None,
+            adds=ids,
+            config=root.config,
+            recipe={"spec": data_of(snapshot.spec), "live": live},
+            cost_s=time.monotonic() - began,
+            created=time.time(),
+            is_portable=False,
+        )
+    )
+
+
+def _kept(store: LayerStore, tree: Path) -> str:
+    """The id of a layer with what is in `tree`: as it lies there, or a copy."""
+    from untax.layers.copy import copy_tree
+
+    found = layer_id(store, tree)
+    if found is None:
+        with store.draft() as draft:
+            copy_tree(tree, draft.tree)
+            found = draft.publish().id
+    return found
 
 
 def layer_id(store: LayerStore, tree: str | Path) -> str | None:

@@ -48,12 +48,9 @@ class Snapshot:
     async def save(self) -> str:
         """Put it into the store, where it outlives the engine; gives its id, by which any engine of the same state directory finds it.
 
-        `StageUnavailable` when the store is full. The spec is stored with it, its variables included.
+        `StageUnavailable` when the store is full. The spec is stored with it, its variables included; of a live one all that its processes
+        have in memory, and it goes on only with the same software below it on the same kind of processor.
         """
-        if self.is_live:
-            raise UsageError(
-                f"snapshot {self.id} holds the memory of processes and lasts as long as its engine; take one without live=True to save it"
-            )
         if not self._is_saved:
             await self._engine.warehouse.shelf.save(self)
         return self.id

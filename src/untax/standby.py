@@ -45,7 +45,7 @@ BASE_ENV: Mapping[str, str] = {
     "DEBIAN_FRONTEND": "noninteractive",
     "PIP_NO_INPUT": "1",
 }
-_ORDINARY = Facts(workdir="/", home="/root", user="root")
+ORDINARY = Facts(workdir="/", home="/root", user="root")
 NO_IMAGE = ImageConfig()
 # Files up to this go into one frame together; larger ones each into their own.
 _BATCH_FILES, _BATCH_BYTES = 64, 256 << 10
@@ -101,7 +101,7 @@ class Standby:
         self.bound = bound
         """Whose limits and user it has."""
         self.channel: Channel | None = None
-        self.facts = _ORDINARY
+        self.facts = ORDINARY
         self.unenforced: tuple[Unenforced, ...] = ()
         self.configuration: Configuration | None = None
         self._plain: Configuration | None = None  # what it is told for a spec without variables and network

@@ -25,10 +25,10 @@ from untax.core.errors import (
 from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
-from untax.core.substrate import Freezable, Frozen, LayeredSandbox, Remembering, Retiring, Sandbox, UserSwitching
+from untax.core.substrate import Describing, Facts, Freezable, Frozen, LayeredSandbox, Remembering, Retiring, Sandbox, UserSwitching
 from untax.ground import Ground, Support
 from untax.snapshot import Snapshot
-from untax.standby import NO_IMAGE, Standby, raise_up
+from untax.standby import NO_IMAGE, ORDINARY, Standby, raise_up
 
 if TYPE_CHECKING:
     from untax.engine import Engine
@@ -64,6 +64,14 @@ class Tenancy(Box):
     def image(self) -> ImageConfig:
         """What the image says about itself: its variables, user and working directory apply below the spec's; its entry point is data."""
         return self._ground.root.config if self._ground is not None else NO_IMAGE
+
+    @property
+    def facts(self) -> Facts:
+        """What commands find inside, with what the image says about itself."""
+        sandbox, image = self._sandbox, self.image
+        facts = sandbox.facts() if isinstance(sandbox, Describing) else ORDINARY
+        workdir = self._engine.warehouse.bound(self.spec, image).workdir if self._ground is not None else self.spec.workdir
+        return replace(facts, workdir=workdir or facts.workdir, env={**facts.env, **image.env})
 
     # ---- for its holder ----
 
@@ -221,7 +229,7 @@ class Tenancy(Box):
 
     async def furnish(self, watch: Stopwatch, asked: Asked | None) -> None:
         """Get a sandbox with everything the lease asked for: from the pool, or made for what is none of a pool's."""
-        if self._request.is_plain:
+        if asked is not None or self._request.is_plain:
             await self._engine.pooling.furnish(self, watch, asked)
         else:
             await self._open(watch)

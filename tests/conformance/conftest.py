@@ -1,6 +1,7 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP.
+`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP. The adapters of providers run against such a server as well:
+ours as itself, E2B's through its own SDK.
 """
 
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests import hosted, kubehost
 from tests.engines_fixture import docker, podman  # noqa: F401
-from tests.images import small_image
+from tests.images import small_image, tools_directory
 from tests.serving import ended, started
 from tests.sshd import sshd  # noqa: F401
 from tests.variants import VARIANTS, Variant, options_of
@@ -26,6 +27,7 @@ SHARING = {
 }
 SERVED = Variant("namespace", is_served=True)
 HOSTED = Variant("namespace", is_hosted=True)
+PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:untax")]
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
@@ -34,6 +36,9 @@ MODULES = {
     "container-podman": {*FEW, "test_environment", "test_stages"},
     "container-docker-runsc": {"test_sessions", "test_streams"},
     "gvisor": {*FEW, "test_environment", "test_stages"},
+    "hosted:daytona": {"test_commands", "test_lifecycle", "test_streams"},
+    "hosted:e2b": {"test_commands", "test_lifecycle", "test_streams"},
+    "hosted:untax": {"test_commands", "test_environment", "test_lifecycle", "test_network", "test_streams"},
     "kubernetes": FEW,
     "ssh": FEW,
     "vm": FEW,
@@ -58,11 +63,17 @@ def _is_left_out(item):
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED], ids=str)
+@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, *PROVIDERS], ids=str)
 def engine(request, _runner, tmp_path_factory):
     name = request.param.substrate
     if name == "kubernetes":
         yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
+        return
+    if name == "hosted:daytona":
+        yield from _at_a_facade(_runner, tmp_path_factory.mktemp("state"), name)
+        return
+    if name in substrates.HOSTED:
+        yield from _at_a_provider(_runner, tmp_path_factory.mktemp("state"), name)
         return
     if name == "vm" and os.geteuid() != 0:
         pytest.skip("vm: emulated machines are slow, so this suite has them as root only; tests/security/test_vm.py has some as anyone")
@@ -98,11 +109,48 @@ def _on_a_cluster(_runner, state_dir):
         _runner.run(engine.aclose())
 
 
+def _at_a_facade(_runner, state_dir, name):
+    """An engine of sandboxes that a provider's SDK gets from a facade of the provider's API."""
+    facades = pytest.importorskip("tests.daytona_facade", reason="daytona: its SDK is not installed; pip install 'untax[test]'")
+    facade = facades.facade(state_dir / "provider", f"dir:{tools_directory()}")
+    provider = _runner.run(facade.__aenter__())
+    engine = untax.Engine(name, state_dir=state_dir / "own", **facades.options(provider))
+    _runner.run(engine.start())
+    engine.test_substrate = name
+    yield engine
+    _runner.run(engine.aclose())
+    _runner.run(facade.__aexit__(None, None, None))
+
+
+def _at_a_provider(_runner, state_dir, name):
+    """An engine of sandboxes that a server of ours has, in the provider's place."""
+    if name == "hosted:e2b":
+        pytest.importorskip("e2b", reason="e2b: its SDK is not installed; pip install 'untax[test]'")
+    image = small_image("namespace")
+    served = _runner.run(hosted.started(state_dir / "served", "--allow-image", "*", "--base-image", image))
+    if name == "hosted:e2b":
+        options = {
+            "api_url": served.url,
+            "sandbox_url": served.url,
+            "api_key": served.token,
+            "isolation": "namespace",
+            "creates_per_s": 100.0,
+        }
+    else:
+        options = {"url": served.url, "token": served.token}
+    engine = untax.Engine(name, state_dir=state_dir / "own", **options)
+    _runner.run(engine.start())
+    engine.test_substrate = name
+    yield engine
+    _runner.run(engine.aclose())
+    _runner.run(ended(served))
+
+
 @pytest.fixture
 def spec(engine):
     """The same few megabytes everywhere; the weakest boundary that this substrate can claim."""
     name = engine.test_substrate
-    return untax.EnvSpec(image=small_image(name), isolation=substrates.load(name).isolation)
+    return untax.EnvSpec(image=small_image(name), isolation=engine.offer.isolation)
 
 
 @pytest.fixture

@@ -373,3 +373,45 @@ async def test_f14_a_fork_of_a_fork_of_a_fork_is_flattened_on_the_way(engine, sp
     with contextlib.suppress(AttributeError):
         assert max(len(one.root.layers) for one in engine.substrate.sandboxes[-20:]) < 60
     await snapshot.drop()
+
+
+# ---- kept ready ----
+
+
+async def test_a_snapshot_that_is_kept_ready_is_leased_from_the_pool(engine, spec):
+    """A restore takes what is idle, with everything bound late that it says, and nobody gets what another wrote into it."""
+    async with engine.lease(spec) as box:
+        await box.write("a", b"then")
+        snapshot = await box.snapshot()
+    await engine.warm(snapshot, 2)
+
+    async with engine.fork(snapshot, 2, env={"X": "1"}, files={"b": b"bound"}) as group:
+        assert [one.ledger.hit.kind for one in group] == ["exact", "exact"]
+        assert [(await one.read("a"), await one.read("b")) for one in group] == [(b"then", b"bound")] * 2
+        await group[0].write("a", b"mine")
+    await engine.warm(snapshot, 1)
+    async with engine.restore(snapshot) as again:
+        assert await again.read("a") == b"then"
+        assert await names(again) == ["a"]
+        await again.write("c", b"")
+        await again.reset()
+        assert await names(again) == ["a"]
+        assert "snapshot" in {stage.name for stage in engine.pools().stages}
+
+    await snapshot.drop()
+    assert not any(stage.name == "snapshot" and (stage.idle or stage.target) for stage in engine.pools().stages)
+    with pytest.raises(untax.UsageError, match="dropped"):
+        await engine.warm(snapshot, 1)
+
+
+async def test_a_saved_snapshot_is_kept_ready_by_its_id(bench, spec):
+    async with bench.engine.lease(spec) as box:
+        await box.write("a", b"then")
+        saved = await (await box.snapshot()).save()
+    async with bench.another() as another:
+        await another.warm(saved, 1)
+        async with another.restore(saved) as again:
+            assert (again.ledger.hit.kind, await again.read("a")) == ("exact", b"then")
+        await (await another.find_snapshot(saved)).drop()
+    with pytest.raises(untax.UsageError, match="not a snapshot's id"):
+        await bench.engine.warm("latest", 1)

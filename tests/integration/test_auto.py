@@ -8,6 +8,7 @@ import socket
 import threading
 
 import pytest
+from tests.serving import started
 
 import untax
 from untax import auto, substrates, sync
@@ -125,6 +126,24 @@ async def test_the_start_of_an_engine_counts_as_waiting(tmp_path):
                 await engine.acquire(untax.EnvSpec(isolation="container"), wait_s=0.2)
             async with engine.lease(wait_s=10) as box:
                 assert box.ledger.substrate == "namespace"
+
+
+async def test_a_server_chooses_for_each_client_and_gives_none_less_than_a_namespace(tmp_path):
+    """Who leases over a socket says what it accepts; running with the server's own rights is not for it to choose."""
+    server = await started(tmp_path / "s.sock", tmp_path / "state", substrate="auto")
+    try:
+        async with untax.connect(server.url) as engine:
+            assert engine.substrate.name == "auto"
+            async with engine.lease() as box, engine.lease(untax.EnvSpec(isolation="none")) as bold:
+                assert (box.ledger.substrate, bold.ledger.substrate) == ("namespace", "namespace")
+                await box.write("kept", b"1")
+                snapshot = await box.snapshot()
+                async with engine.restore(snapshot) as again:
+                    assert await again.read("kept") == b"1"
+            await engine.warm(n=1)
+            assert "namespace" in (await engine.pools()).substrate
+    finally:
+        assert await server.stop() == 0
 
 
 def _answers_nonsense(listener):

@@ -210,6 +210,30 @@ async def test_a_server_answers_in_a_box_that_was_restored(engine, box):
     assert b"root:" in await _get(box, 8000)
 
 
+async def test_a_lease_of_a_warm_pool_has_the_server_running(engine, box):
+    """Started once, and part of what is kept ready: each lease gets a copy of its own, with what it binds late."""
+    server = await box.start(["python3", "-u", "-m", "http.server", "8000", "--bind", "127.0.0.1", "--directory", "/etc"])
+    assert b"Serving" in (await server.read()).data
+    snapshot = await box.snapshot(live=True)
+
+    await engine.warm(snapshot, 2)
+
+    async with engine.fork(snapshot, 2, env={"MINE": "1"}, files={"bound": b"late"}) as group:
+        assert [one.ledger.hit.kind for one in group] == ["exact", "exact"]
+        assert len({(await one.shell("cat /proc/sys/kernel/hostname")).text for one in group}) == 2
+        await group[0].shell("rm /etc/passwd; pkill python3; kill -9 -1")
+        assert b"root:" in await _get(group[1], 8000)
+        assert (await group[1].shell("echo $MINE; cat bound")).text == "1\nlate"
+        assert (await group[1].attach(server.pid)).pid == server.pid
+        await group[0].reset()
+        assert b"root:" in await _get(group[0], 8000)
+    async with engine.restore(snapshot, limits=untax.Limits(memory_mib=512)) as other:  # settled when it is made: none of the pool's
+        assert b"root:" in await _get(other, 8000)
+        assert other.ledger.hit is None
+    await snapshot.drop()
+    assert not any(stage.name == "snapshot" and stage.idle for stage in engine.pools().stages)
+
+
 async def _get(box, port):
     connection = await box.connect(port)
     await connection.write(b"GET /passwd HTTP/1.0\r\n\r\n")
@@ -244,10 +268,8 @@ async def test_a_live_snapshot_waits_for_nobody_s_answer(engine, box):
     assert box.ledger.verdict == "trusted"
 
 
-async def test_a_live_snapshot_ends_with_its_engine_and_says_so(engine, box):
+async def test_what_a_live_snapshot_has_settled_is_said(engine, box):
     snapshot = await box.snapshot(live=True)
-    with pytest.raises(untax.UsageError, match="as long as its engine"):
-        await snapshot.save()
     with pytest.raises(untax.UsageError, match="cannot be changed"):
         await engine.restore(snapshot, limits=untax.Limits(pids=7))
     with pytest.raises(untax.UsageError, match="live snapshot"):
@@ -257,6 +279,47 @@ async def test_a_live_snapshot_ends_with_its_engine_and_says_so(engine, box):
     async with asyncio.timeout(10):
         while place.exists():
             await asyncio.sleep(0.01)
+
+
+async def test_a_saved_live_snapshot_outlives_its_engine(tmp_path):
+    """Another engine goes on with its processes, keeps copies ready, and saves what it made of it; where memory cannot go on that is said."""
+    state = tmp_path / "state"
+    if reason := substrates.load("gvisor").unavailable_reason():
+        pytest.skip(f"gvisor: {reason}")
+    async with untax.Engine("gvisor", state_dir=state) as first, first.lease(SPEC) as box:
+        counter = await box.start(["python3", "-c", COUNTER])
+        await counter.write(b"40\n")
+        await _line(counter)
+        saved = await (await box.snapshot(live=True)).save()
+
+    async with untax.Engine("gvisor", state_dir=state) as second:
+        await second.warm(saved, 1)
+        async with second.restore(saved, env={"MINE": "1"}) as copy:
+            assert copy.ledger.hit.kind == "exact"
+            taken = await copy.attach(counter.pid)
+            await taken.write(b"2\n")
+            assert await _line(taken) == b"42\n"
+            assert (await copy.shell("echo $MINE")).text == "1\n"
+            again = await (await copy.snapshot(live=True)).save()
+        shared = [set(second.warehouse.store.stage(one).adds) for one in (saved, again)]
+        assert len(shared[0] & shared[1]) == 1  # the image that both stand on
+
+    async with untax.Engine("gvisor", state_dir=state, platform="ptrace") as other:
+        with pytest.raises(untax.StageUnavailable, match="put down with platform systrap, and here is ptrace"):
+            await other.restore(again)
+    async with untax.Engine("namespace", state_dir=state) as plain:
+        with pytest.raises(untax.UsageError, match=r"memory of processes on 'gvisor'; restore it with Engine\('gvisor'\)"):
+            await plain.find_snapshot(saved)
+
+    async with untax.Engine("gvisor", state_dir=state) as third:
+        await (await third.find_snapshot(saved)).drop()
+        async with third.restore(again) as copy:
+            taken = await copy.attach(counter.pid)
+            await taken.write(b"1\n")
+            assert await _line(taken) == b"43\n"
+        with pytest.raises(untax.UsageError, match="no saved snapshot"):
+            await third.find_snapshot(saved)
+    assert list((state / "gvisor").glob("engine-*")) == []
 
 
 async def test_a_box_whose_chain_had_to_go_is_put_down_and_the_next_lease_takes_it_in_again(engine):

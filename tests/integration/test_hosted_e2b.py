@@ -121,3 +121,22 @@ async def test_a_machine_is_not_told_by_its_id_alone(options, monkeypatch):
     here = os.stat
     monkeypatch.setattr(os, "stat", lambda path, **how: here("/proc/self/ns/uts" if path == "/proc/self/ns/pid" else path, **how))
     assert substrates.load("hosted:e2b", **options)._owner != before
+
+
+async def test_a_network_goes_over_the_channel(options):
+    """The provider's own is closed; what the policy names is dialled from here, also where the sandbox has a cell of the provider's."""
+
+    async def answer(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        ask = f"import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:{port}/', timeout=20).read())"
+        async with untax.Engine("hosted:e2b", **options) as engine:
+            spec = untax.EnvSpec(network=(f"127.0.0.1:{port}",), env={"no_proxy": "", "NO_PROXY": ""})
+            async with engine.lease(spec) as box:
+                assert (await box.run(["python3", "-c", ask])).text == "b'hello'\n"
+    assert box.ledger.egress[0].verdict == "allowed"

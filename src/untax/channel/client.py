@@ -80,6 +80,8 @@ class Channel:
         self._room: list[asyncio.Future[None]] = []
         self._egress_tasks: set[asyncio.Task[None]] = set()
         self._resuming: asyncio.Task[None] | None = None
+        if resumed is None:
+            resumed = getattr(stream, "resumed", None)  # a lane says so itself: whoever leased the sandbox for us has greeted
         stream.start(self)
         if resumed is None:
             stream.write(self._handshake.greeting)

@@ -11,7 +11,7 @@ from untax import substrates
 from untax.cli._progress import Progress
 from untax.core.errors import UsageError
 from untax.core.spec import ISOLATION_LEVELS
-from untax.leases import Choosing
+from untax.leases import usual_isolation
 from untax.leasing import Leasing
 
 
@@ -60,13 +60,8 @@ def spec_of(arguments: argparse.Namespace, engine: Leasing) -> untax.EnvSpec:
         user=arguments.user,
         limits=untax.Limits(**given),
         network=_network(arguments.network),
-        isolation=arguments.isolation or _own_isolation(engine),
+        isolation=arguments.isolation or usual_isolation(engine.offer),
     )
-
-
-def _own_isolation(engine: Leasing) -> str:
-    """What is meant where nothing is said: the substrate's own, and with several to choose from what a spec has by itself."""
-    return engine.offer.default_spec().isolation if isinstance(engine.offer, Choosing) else engine.offer.isolation
 
 
 async def put_in_place(engine: Leasing, spec: untax.EnvSpec) -> None:

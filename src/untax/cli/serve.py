@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import untax
 from untax import substrates
@@ -35,6 +35,7 @@ log = logging.getLogger("untax.server")
 _DRAIN_S = 10.0
 _PORT = 8765
 _DESCRIPTORS = 1 << 16
+_LEAST = "namespace"  # clients say what they accept, and none of them may choose to run with the server's own rights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,8 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=IMAGE",
         help="what a name stands for in clients' builds, as in python:3.12=docker:python:3.12; repeatable",
     )
-    parser.add_argument("--substrate", default="namespace", choices=substrates.names(), help="how sandboxes are run (default: %(default)s)")
+    parser.add_argument(
+        "--substrate",
+        default="namespace",
+        choices=("auto", *substrates.names()),
+        help="how sandboxes are run; auto: what suits each spec, namespace at least (default: %(default)s)",
+    )
     parser.add_argument("--state-dir", metavar="DIR", help="where the engine keeps its state")
+    parser.add_argument("--tied", action="store_true", help="end when standard input does, as for a program that runs a server of its own")
     parser.add_argument(
         "--limits", choices=("warn", "strict"), default="strict", help="about a limit this host cannot enforce (default: %(default)s)"
     )
@@ -111,8 +118,11 @@ async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
+    if arguments.tied:
+        _end_with_input(loop, lambda: signals.put_nowait(signal.SIGTERM))
     network = arguments.setup_network
     http = _http_settings(arguments)
+    least: dict[str, Any] = {"least": _LEAST} if arguments.substrate == "auto" else {}
     async with untax.Engine(
         arguments.substrate,
         state_dir=arguments.state_dir,
@@ -120,6 +130,7 @@ async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> 
         store_budget_mib=arguments.store_budget_mib,
         setup_network="none" if not network else network[0] if network in (["none"], ["all"]) else tuple(network),
         setup_wheels=arguments.setup_wheels,
+        **least,
     ) as engine:
         service = Service(engine, lease_s=arguments.lease)
         async with contextlib.AsyncExitStack() as stack:
@@ -141,6 +152,18 @@ async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> 
             _notify("STOPPING=1")
             await _drained(leases, signals, arguments.drain)
     return ended_by
+
+
+def _end_with_input(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
+    def readable() -> None:
+        if not os.read(0, 4096):
+            loop.remove_reader(0)
+            end()
+
+    try:
+        loop.add_reader(0, readable)
+    except OSError as exc:
+        raise UsageError("--tied wants a pipe or a socket as standard input") from exc
 
 
 class Leases(Protocol):

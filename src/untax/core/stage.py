@@ -15,8 +15,9 @@ from typing import Literal
 
 from untax.core.spec import EnvSpec
 
-StageName = Literal["base", "image", "repo", "deps"]
+StageName = Literal["base", "image", "repo", "deps", "snapshot"]
 LADDER: tuple[StageName, ...] = ("base", "image", "repo", "deps")
+"""The rungs that a spec may have. A snapshot is a ladder of its own, with one rung: nothing below it is a part of the way there."""
 
 # Raised when what a recipe stands for changes: layers that an older release built are then built anew.
 _RECIPE_VERSION = 1
@@ -56,6 +57,11 @@ def stages_of(spec: EnvSpec, image: Identity) -> tuple[Stage, ...]:
     if spec.setup:
         add("deps", {"steps": list(spec.setup), "at": place})
     return tuple(rungs)
+
+
+def snapshot_rung(snapshot_id: str) -> Stage:
+    """What a sandbox that begins from a snapshot has in place."""
+    return Stage("snapshot", snapshot_id, {"snapshot": snapshot_id}, None, is_portable=False)
 
 
 def _stage(name: StageName, recipe: Mapping[str, object], parent: str | None, *, is_portable: bool) -> Stage:

@@ -18,19 +18,26 @@ from untax.core.spec import EnvSpec, Limits
 from untax.core.stream import ByteStream
 
 
-class Sandbox(Protocol):
-    """One live environment, held by one caller at a time."""
+class Bare(Protocol):
+    """What every live environment is to whoever frees it, with a channel or without."""
 
     id: str
 
     async def wait_ready(self) -> None:
-        """Return once a channel would open; raise `ReadinessTimeout` or `SandboxLost` otherwise."""
-
-    async def open_channel(self) -> ByteStream:
-        """Start the cell inside and give the stream it listens on; all actions go over it."""
+        """Return once it can be used; raise `ReadinessTimeout` or `SandboxLost` otherwise."""
 
     async def destroy(self) -> None:
-        """Free everything `create` took. Safe to call twice, and before `wait_ready`."""
+        """Free everything that making it took. Safe to call twice, and before `wait_ready`."""
+
+
+class Sandbox(Bare, Protocol):
+    """One live environment, held by one caller at a time. It is ready once a channel would open."""
+
+    async def open_channel(self) -> ByteStream:
+        """Start the cell inside and give the stream it listens on; all actions go over it.
+
+        A stream over which the cell was greeted and configured already has `resumed`, where that was left (`channel.handover.Resumed`).
+        """
 
 
 class Substrate(Protocol):
@@ -261,6 +268,15 @@ class Reviving(Protocol):
 
     revives: bool
 
+    def parts(self, root: Root) -> Sequence[Path]:
+        """The directories that hold what was put down, for who keeps it beyond the engine: first what several have in common. Nothing in them changes."""
+
+    async def take_up(self, root: Root, stored: Sequence[Path]) -> Remembered:
+        """What was put down by another engine, its parts where they were copied to; they stay there as long as it is not discarded.
+
+        `root` says the rest. `StageUnavailable` when memory that was left there cannot go on here.
+        """
+
 
 @runtime_checkable
 class Remembering(Protocol):
@@ -354,6 +370,22 @@ class Incumbent(Protocol):
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
         """Run `argv` without a shell. Raise `SandboxLost` only when the sandbox itself is gone."""
+
+
+@runtime_checkable
+class IncumbentMaking(Protocol):
+    """A substrate whose users without a channel get their sandboxes another way than by `create`, and pay another price for it."""
+
+    async def create_incumbent(self, spec: EnvSpec) -> Bare:
+        """As `create`, of an `Incumbent` and `Furnishing` one; `spec.network` is the sandbox's from the start."""
+
+
+@runtime_checkable
+class Furnishing(Protocol):
+    """A sandbox that needs no channel for what is to lie in it before the first command."""
+
+    async def furnish(self, trees: Mapping[str, Path]) -> None:
+        """Put these trees where their names say."""
 
 
 # ---- for the meter ----

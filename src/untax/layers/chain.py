@@ -55,6 +55,10 @@ def find_chain(store: LayerStore, key: str) -> Chain:
         records.append(found[records[-1].parent])
     records.reverse()
     bottom = records[0]
+    if bottom.name == SNAPSHOT and "live" in bottom.recipe:
+        raise UsageError(
+            f"{bottom.key} is a live snapshot: memory of processes, and no files to export; take one without live=True for that"
+        )
     return Chain(tuple(records), None if bottom.name == "image" else bottom.parent)
 
 

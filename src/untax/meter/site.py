@@ -17,7 +17,7 @@ from untax.box import Box
 from untax.core.errors import SubstrateError, UntaxError, UsageError
 from untax.core.span import now_ns
 from untax.core.spec import Limits
-from untax.core.substrate import ImageForgetting, Incumbent, Tidying
+from untax.core.substrate import ImageForgetting, Incumbent, IncumbentMaking, Tidying
 from untax.engine import Engine
 from untax.meter import stress
 from untax.meter.record import HELD, Case
@@ -90,7 +90,7 @@ class Site:
         plain = Workload(name=workload.name, image=workload.image, limits=workload.limits)
         spec = footing(self.engine, plain, self._material, image=self._image, limits=self._limits).spec
         async with self.engine.lease(spec, wait_s=wait_s or _PROBE_S) as box:
-            self.has_incumbent = isinstance(box.sandbox, Incumbent)
+            self.has_incumbent = isinstance(box.sandbox, Incumbent) or isinstance(self.engine.substrate, IncumbentMaking)
             if all(limit.name != "isolation" for limit in box.ledger.unenforced):
                 self._isolation = self.engine.substrate.isolation
             (await box.run(["true"], timeout_s=_TRUE_S)).check()

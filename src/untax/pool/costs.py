@@ -20,7 +20,16 @@ _WEIGHT = 0.2  # of the newest measurement: after ten, nine tenths of what is ex
 _VERSION = 1
 _MOST_KEYS = 4096  # of single stages; the ones not measured for longest are forgotten first
 # Seconds, before anything was measured: a sandbox of our own, a clone, an installation, an image that is pulled.
-_GUESSES: Mapping[str, float] = {"create": 0.005, "bind": 0.0005, "reset": 0.005, "base": 0.0, "image": 20.0, "repo": 5.0, "deps": 30.0}
+_GUESSES: Mapping[str, float] = {
+    "create": 0.005,
+    "bind": 0.0005,
+    "reset": 0.005,
+    "base": 0.0,
+    "image": 20.0,
+    "repo": 5.0,
+    "deps": 30.0,
+    "snapshot": 0.0,
+}
 
 
 class Costs:

@@ -178,6 +178,15 @@ class PoolDriver(Generic[R, E]):
             self.counts.died += 1
             self._tell(ev.Died(self._clock(), entry.name))
 
+    def useless(self, key: str, idle: Iterable[E]) -> None:
+        """Nobody can ask for this uppermost stage any more: none is kept ready, and those that are idle with it go."""
+        self._floors.pop(key, None)
+        if self._demands is None:
+            self._recipes.pop(key, None)
+        self._resize()
+        for entry in idle:
+            self._tell(ev.Died(self._clock(), entry.name))
+
     def held(self, stages: tuple[Stage, ...], seconds: float) -> None:
         """A lease has lasted so long."""
         if self._demands is not None:

@@ -100,7 +100,7 @@ def label_of(stage: Stage) -> str:
         steps = recipe.get("steps")
         text = "; ".join(map(str, steps)) if isinstance(steps, (list, tuple)) else ""
     else:
-        text = ""
+        text = str(recipe.get("snapshot", ""))
     text = " ".join(text.split())
     return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
 

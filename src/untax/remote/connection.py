@@ -43,6 +43,8 @@ class Server:
     release: str
     substrate: str
     isolation: str
+    usual: str
+    """The isolation that is meant where none is said."""
     lease_s: float
     heartbeat_s: float
     shift_ns: int
@@ -63,6 +65,7 @@ class Server:
                 str(body["release"]),
                 str(body["substrate"]["name"]),
                 str(body["substrate"]["isolation"]),
+                str(body["substrate"].get("usual", body["substrate"]["isolation"])),
                 float(body["lease_s"]),
                 max(0.05, float(body["heartbeat_s"])),
                 0 if is_one_clock else (asked_ns + now_ns()) // 2 - int(body["now_ns"]),

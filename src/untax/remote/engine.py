@@ -54,6 +54,10 @@ class RemoteSubstrate:
 
     name: str
     isolation: str
+    usual: str
+
+    def default_spec(self) -> EnvSpec:
+        return EnvSpec(isolation=self.usual)
 
 
 class RemoteEngine(Leasing):
@@ -110,7 +114,7 @@ class RemoteEngine(Leasing):
 
     @property
     def substrate(self) -> RemoteSubstrate:
-        return RemoteSubstrate(self.server.substrate, self.server.isolation)
+        return RemoteSubstrate(self.server.substrate, self.server.isolation, self.server.usual)
 
     @property
     def offer(self) -> Offer:
@@ -142,11 +146,16 @@ class RemoteEngine(Leasing):
             raise UsageError(f"{snapshot_id!r} is not a snapshot's id; they are as `await snapshot.save()` gives them")
         return RemoteSnapshot(self, (await self.request("find_snapshot", {"snapshot": snapshot_id})).body)
 
-    async def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+    async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
         """As `untax.Engine.warm`: the server's pool serves all of its clients."""
         if isinstance(n, bool) or not isinstance(n, int):
             raise UsageError(f"n must be a whole number, not {n!r}")
-        await self.ask("warm", spec=checked(self.offer, spec, Bindings(limits=limits)).spec, n=n)
+        late, snapshot_id = Bindings(limits=limits), None
+        if isinstance(spec, (Snapshot, str)):
+            request = await self._request_from(spec, late)
+            assert request.snapshot is not None
+            spec, snapshot_id = request.spec, request.snapshot.id
+        await self.ask("warm", spec=checked(self.offer, spec, late).spec, n=n, snapshot=snapshot_id)
 
     async def pools(self) -> PoolStatus:
         """What the server keeps ready, as `untax.Engine.pools` has it."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from struct import Struct
 
+from untax.channel.handover import Resumed
 from untax.core.errors import ProtocolError
 from untax.core.stream import Receiver
 
@@ -31,6 +32,10 @@ class Lane:
 
     def __init__(self, number: int, send: Send | None, on_end: Callable[[Lane], None]) -> None:
         self.number = number
+        self.resumed: Resumed | None = None
+        """Where a channel over it goes on, once that is known to whoever gives the lane away."""
+        self.is_quiet = False
+        """Whether the other end is not told when this one closes it: of a lease that is given up by a request."""
         self._head = HEAD.pack(DATA, number)
         self._send = send
         self._on_end = on_end
@@ -92,9 +97,9 @@ class Lane:
             self._held_back.extendleft(reversed(held))
 
     def close(self) -> None:
-        """End it at both ends."""
+        """End it, as a rule at both ends."""
         if not self.is_over:
-            if self._send is not None:
+            if self._send is not None and not self.is_quiet:
                 self._send(HEAD.pack(END, self.number))
             self.end(None)
 

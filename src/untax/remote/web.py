@@ -57,9 +57,7 @@ class WebStream(asyncio.Protocol):
         address = self._address
         try:
             async with asyncio.timeout(_DIAL_S):
-                await self._loop.create_connection(
-                    lambda: self, address.host, address.port, ssl=_tls(address) if address.is_secure else None
-                )
+                await self._loop.create_connection(lambda: self, address.host, address.port, ssl=tls_of(address))
                 await self._opened
         except TimeoutError:
             self._end()
@@ -233,7 +231,10 @@ def _refusal(address: WebAddress, status: bytes, body: bytes) -> UntaxError:
     return error_of({"kind": said.get("kind"), "args": [message]}) if said.get("kind") == "UsageError" else UsageError(message)
 
 
-def _tls(address: WebAddress) -> ssl.SSLContext:
+def tls_of(address: WebAddress) -> ssl.SSLContext | None:
+    """None where it is spoken to in the clear; `UsageError` when nobody can be trusted by what `ca_file` names."""
+    if not address.is_secure:
+        return None
     try:
         context = ssl.create_default_context(cafile=address.ca_file)
     except (OSError, ssl.SSLError) as exc:

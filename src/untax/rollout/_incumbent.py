@@ -8,13 +8,14 @@ a bridge or a volume for it.
 from __future__ import annotations
 
 import shlex
+from typing import cast
 
 from untax.channel import actions
 from untax.channel.client import READY_TIMEOUT_S, Channel
 from untax.channel.egress import Egress
 from untax.core.errors import UntaxError, UsageError
 from untax.core.spec import EnvSpec
-from untax.core.substrate import Describing, Facts, Incumbent, Sandbox
+from untax.core.substrate import Bare, Describing, Furnishing, Incumbent, Sandbox
 from untax.engine import Engine
 from untax.ground import Ground
 from untax.leases import Bindings, checked
@@ -23,19 +24,18 @@ from untax.rollout._trial import Trial, Work
 from untax.rollout.footing import UPLOADED
 from untax.rollout.perform import Done
 from untax.rollout.workload import Action
-from untax.standby import environment
+from untax.standby import ORDINARY, environment
 
-_ORDINARY = Facts(workdir="/", home="/root", user="root")
 _UPLOAD_S = 600.0
 
 
 class IncumbentTrial(Trial):
     def __init__(self, engine: Engine, work: Work) -> None:
         super().__init__(engine, work)
-        self._sandbox: Sandbox | None = None
+        self._sandbox: Bare | None = None
         self._ground: Ground | None = None
         self._channel: Channel | None = None
-        self._first: Sandbox | None = None
+        self._first: Bare | None = None
         self._prefix = ""
 
     async def open_ahead(self) -> None:
@@ -50,7 +50,7 @@ class IncumbentTrial(Trial):
         if self._sandbox is not None:
             return
         spec = await self._find_ground()
-        sandbox = self._sandbox = await self.engine.create(spec, self._ground)
+        sandbox = self._sandbox = await self.engine.create_incumbent(spec, self._ground)
         self.cut("create")
         self.doing = "ready"
         if not isinstance(sandbox, Incumbent):
@@ -77,17 +77,21 @@ class IncumbentTrial(Trial):
             self.cut("setup")
         return spec if self._ground is None else warehouse.bound(spec, self._ground.root.config)
 
-    async def _lend(self, sandbox: Sandbox, spec: EnvSpec) -> None:
-        facts = sandbox.facts() if isinstance(sandbox, Describing) else _ORDINARY
+    async def _lend(self, sandbox: Bare, spec: EnvSpec) -> None:
+        facts = sandbox.facts() if isinstance(sandbox, Describing) else ORDINARY
         workdir = spec.workdir or facts.workdir
         env = environment(spec, facts)
         exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in env.items())
         self._prefix = f"export {exports}; mkdir -p {shlex.quote(workdir)}; cd {shlex.quote(workdir)} || exit 126\n"
         upload, repo = self.work.footing.upload, spec.repo if self._ground is None else None
+        if isinstance(sandbox, Furnishing):
+            trees = {UPLOADED: upload, workdir: await self.engine.warehouse.repository(repo) if repo is not None else None}
+            await sandbox.furnish({where: tree for where, tree in trees.items() if tree is not None})
+            return
         if spec.network == "none" and upload is None and repo is None:
             return
         egress = Egress(spec.network) if spec.network != "none" else None
-        channel = self._channel = Channel(await sandbox.open_channel(), sandbox_id=sandbox.id, egress=egress)
+        channel = self._channel = Channel(await cast("Sandbox", sandbox).open_channel(), sandbox_id=sandbox.id, egress=egress)
         port = facts.proxy_port if egress is not None else 0
         await channel.call(actions.configure(workdir=workdir, env=env, proxy_port=port, timeout_s=READY_TIMEOUT_S))
         if upload is not None:
@@ -105,7 +109,7 @@ class IncumbentTrial(Trial):
         """As its users do: away with it, and another one."""
         await self.give_back()
         spec = await self._find_ground()
-        self._sandbox = await self.engine.create(spec, self._ground)
+        self._sandbox = await self.engine.create_incumbent(spec, self._ground)
         await self._sandbox.wait_ready()
 
     async def give_back(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from untax.core.errors import BackendError, StageFailed, UntaxError, UsageError
 from untax.core.span import PARTS, Stopwatch
-from untax.core.substrate import Detailing, Orchestrated, Sandbox
+from untax.core.substrate import Bare, Detailing, Orchestrated
 from untax.engine import Engine
 from untax.rollout import perform
 from untax.rollout.footing import Footing
@@ -162,7 +162,7 @@ class Trial(abc.ABC):
         if done.inside_ns is None:
             self.measured.detail["inside"] = "not measured: no bash inside that knows the time, so dispatch is in action"
 
-    def describe(self, sandbox: Sandbox | None) -> None:
+    def describe(self, sandbox: Bare | None) -> None:
         """What the sandbox says about itself, for the record; call it once every part is in the account."""
         if isinstance(sandbox, Orchestrated):
             # A sandbox that was made ahead tells of a control plane at work before the trial, which is no part of it.

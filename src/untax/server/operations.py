@@ -74,7 +74,7 @@ class Operations:
             raise
         owner.leases[lease_id] = box
         self._on_change()
-        body = {"account": account.opening(box.ledger), "image": box.image, "channel": handed.resumed.to_data()}
+        body = {"account": account.opening(box.ledger), "image": box.image, "facts": box.facts, "channel": handed.resumed.to_data()}
         return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
 
     async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
@@ -206,7 +206,11 @@ class Operations:
     async def op_warm(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         owner.gate.admit(args.spec())
         with owner.gate.starting(max(1, args.whole("n"))):
-            await self._engine.warm(args.spec(), args.whole("n"))
+            if (snapshot_id := args.text_or_none("snapshot")) is None:
+                await self._engine.warm(args.spec(), args.whole("n"))
+            else:
+                owner.gate.check_snapshot(snapshot_id)
+                await self._engine.warm(snapshot_id, args.whole("n"), limits=args.spec().limits)
         return Outcome({})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002

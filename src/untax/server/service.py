@@ -17,6 +17,7 @@ from untax.core.errors import PoolClosed, ProtocolError, UntaxError
 from untax.core.ledger import Ledger
 from untax.core.spec import require_duration
 from untax.core.stream import ByteStream
+from untax.leases import usual_isolation
 from untax.remote.boot import boot_id
 from untax.remote.messages import PROTOCOL, Body, error_data
 from untax.remote.stream import MessageStream
@@ -212,7 +213,7 @@ class Session:
                     "is_resumed": is_resumed,
                     "lease_s": service.lease_s,
                     "heartbeat_s": HEARTBEAT_S,
-                    "substrate": {"name": substrate.name, "isolation": substrate.isolation},
+                    "substrate": {"name": substrate.name, "isolation": substrate.isolation, "usual": usual_isolation(substrate)},
                     "boot": boot_id(),
                     "now_ns": service.engine.clock(),
                     **more,

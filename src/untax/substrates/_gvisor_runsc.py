@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hashlib
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from untax.core.errors import BackendError
@@ -50,6 +51,14 @@ def version_trouble(path: str) -> str | None:
     return None
 
 
+def processor() -> str:
+    """As far as programs can tell one from another: what they found out when they started is in their memory."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    said = dict(reversed([(name.strip(), value.strip()) for name, _, value in (line.partition(":") for line in lines)]))
+    able = hashlib.sha256((said.get("flags") or said.get("Features") or "").encode()).hexdigest()[:8]
+    return f"{said.get('model name') or said.get('CPU part') or 'unknown'} ({able})"
+
+
 @dataclass(frozen=True, slots=True)
 class Runsc:
     """One engine's way to call it. `place` is where it keeps what it knows of sandboxes."""
@@ -58,6 +67,8 @@ class Runsc:
     place: Path
     platform: str
     is_rootless: bool
+    made_with: Mapping[str, str] = field(default_factory=dict)
+    """What a sandbox that is put down has in it, and must find again where it goes on."""
 
     def argv(self, *words: str) -> list[str]:
         flags = [

@@ -94,7 +94,7 @@ class GvisorSandbox:
         if "no such user" in words:
             raise UsageError(f"user {self._user!r}: there is no such user in the sandbox")
         remedy = _remedy(words)
-        if "mounting root" in words:
+        if "mounting root" in words and self._root.layers:
             Path(self._root.layers[-1]).unlink(missing_ok=True)
             remedy = "its image was damaged and has been removed; the next lease makes it anew"
         raise CreateError(self.id, f"the sandbox did not come up: {words}; {remedy}")

@@ -31,8 +31,8 @@ from untax.substrates._chains import Chains
 from untax.substrates._container_images import cell_layer
 from untax.substrates._gvisor_bundle import Wanted, config
 from untax.substrates._gvisor_groups import Group, Groups, sweep_groups
-from untax.substrates._gvisor_live import IMAGE, first_words, lay_out
-from untax.substrates._gvisor_runsc import Runsc, Started, runsc_path, runsc_version, version_trouble
+from untax.substrates._gvisor_live import IMAGE, RememberedSandbox, first_words, lay_out, parts, taken_up
+from untax.substrates._gvisor_runsc import Runsc, Started, processor, runsc_path, runsc_version, version_trouble
 from untax.substrates._gvisor_sandbox import GvisorSandbox
 from untax.substrates._host import (
     Holding,
@@ -141,9 +141,16 @@ class GvisorSubstrate:
         (holding / _RUN_LINK).symlink_to(place)
         path = runsc_path(self._given)
         assert path is not None
-        self._runsc = Runsc(path, place, self._platform, not is_host_root())
-        self._groups = Groups(holding.name, _ROOM_MIB)
         self._cell = hashlib.sha256(Path(cell_path()).read_bytes()).hexdigest()
+        made_with = {
+            "runsc": runsc_version(path) or "",
+            "platform": self._platform,
+            "the rights of": "root" if is_host_root() else "a user",
+            "processor": processor(),
+            "cell": self._cell[:16],
+        }
+        self._runsc = Runsc(path, place, self._platform, not is_host_root(), made_with)
+        self._groups = Groups(holding.name, _ROOM_MIB)
 
     async def aclose(self) -> None:
         holding, self._holding = self._holding, None
@@ -186,6 +193,17 @@ class GvisorSubstrate:
     async def discard(self, root: Root) -> None:
         """Sandboxes that stand on the image keep it until they end."""
         await self._chains.discard(root)
+
+    # ---- what was put down with its memory ----
+
+    def parts(self, root: Root) -> Sequence[Path]:
+        assert root.memory is not None
+        return parts(root.memory)
+
+    async def take_up(self, root: Root, stored: Sequence[Path]) -> RememberedSandbox:
+        if self._holding is None or self._runsc is None:
+            raise BackendError("", "the gvisor substrate is not started, or closed")
+        return await asyncio.to_thread(taken_up, self._holding.path, stored, root, self._runsc)
 
     # ---- sandboxes ----
 
@@ -230,6 +248,7 @@ class GvisorSubstrate:
             if root.memory is not None:
                 words = lay_out(root.memory, place, wanted.user, wanted.limits)
             else:
+                (place / IMAGE).parent.mkdir()
                 self._chains.link(root, place / IMAGE)
                 (place / "config.json").write_text(json.dumps(config(wanted)))
                 words = ["run", f"--bundle={place}"]

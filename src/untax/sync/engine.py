@@ -113,9 +113,9 @@ class Engine:
         """As `untax.Engine.prepare`; `progress` is called in the engine's own thread."""
         return self._running().run(self._inner.prepare(spec, progress=progress))
 
-    def warm(self, spec: EnvSpec | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+    def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
         """As `untax.Engine.warm`: returns once they are ready."""
-        self._running().run(self._inner.warm(spec, n, limits=limits))
+        self._running().run(self._inner.warm(spec._inner if isinstance(spec, Snapshot) else spec, n, limits=limits))
 
     def pools(self) -> PoolStatus:
         async def asked() -> PoolStatus:

@@ -5,14 +5,17 @@ import json
 import os
 import select
 import struct
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 
-from untax.core.errors import CreateError, UsageError
+from untax.core.errors import CreateError, StageUnavailable, UsageError
+from untax.core.root import Root
 from untax.core.spec import Limits
 from untax.substrates import _gvisor_groups, _gvisor_live, _gvisor_memory, _gvisor_runsc
 from untax.substrates._gvisor_bundle import Wanted, config
+from untax.substrates._gvisor_runsc import Runsc
 
 
 def wanted(**limits):
@@ -74,23 +77,45 @@ def test_a_copy_is_told_its_name_before_anything_else():
 
 def test_what_a_live_snapshot_settled_cannot_be_changed(tmp_path):
     memory, bundle = tmp_path / "memory", tmp_path / "bundle"
-    memory.mkdir(), bundle.mkdir()
-    (memory / "image.erofs").touch()
+    (memory / "image").mkdir(parents=True), (memory / "state").mkdir(), bundle.mkdir()
+    (memory / "image" / "image.erofs").touch()
     limits = Limits(pids=64, disk_mib=64)
-    (memory / "about.json").write_text(json.dumps({"user": "1000", "limits": {"pids": 64, "disk_mib": 64}}))
-    (memory / "config.json").write_text(json.dumps(config(wanted())))
+    (memory / "state" / "about.json").write_text(json.dumps({"user": "1000", "limits": {"pids": 64, "disk_mib": 64}}))
+    (memory / "state" / "config.json").write_text(json.dumps(config(wanted())))
+    image = bundle / _gvisor_live.IMAGE
 
     words = _gvisor_live.lay_out(str(memory), bundle, "1000", limits)
     assert words[0] == "restore"
-    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(bundle / "image.erofs")
-    assert (bundle / "image.erofs").samefile(memory / "image.erofs")
-    (bundle / "image.erofs").unlink()
+    assert json.loads((bundle / "config.json").read_text())["annotations"]["dev.gvisor.spec.rootfs.source"] == str(image)
+    assert image.samefile(memory / "image" / "image.erofs")
+    image.unlink(), image.parent.rmdir()
     for user, other in (("0", limits), ("1000", Limits(pids=65, disk_mib=64)), ("1000", Limits(pids=64, disk_mib=65))):
         with pytest.raises(UsageError):
             _gvisor_live.lay_out(str(memory), bundle, user, other)
-        assert not (bundle / "image.erofs").exists()
+        assert not image.exists()
     with pytest.raises(CreateError):
         _gvisor_live.lay_out(str(tmp_path / "gone"), bundle, "1000", limits)
+
+
+def test_a_saved_live_snapshot_is_not_linked_to_but_pointed_at(tmp_path):
+    """A second name would break the seal of the store's layer, for its own copies and for what is put down of those."""
+    holding, bundle, stored = tmp_path / "holding", tmp_path / "bundle", (tmp_path / "a" / "tree", tmp_path / "b" / "tree")
+    for place in (holding, bundle, *stored):
+        place.mkdir(parents=True)
+    (stored[0] / "image.erofs").touch()
+    (stored[1] / "about.json").write_text(json.dumps({"user": "1000", "limits": asdict(Limits()), "made_with": {"runsc": "1"}}))
+    (stored[1] / "config.json").write_text(json.dumps(config(wanted())))
+    runsc = Runsc("/runsc", tmp_path, "systrap", False, {"runsc": "1"})
+
+    taken = _gvisor_live.taken_up(holding, stored, Root(()), runsc)
+    words = _gvisor_live.lay_out(taken.root.memory, bundle, "1000", Limits())
+
+    assert _gvisor_live.parts(taken.root.memory) == stored
+    assert words[-1] == f"--image-path={stored[1] / 'memory'}"
+    assert (stored[0] / "image.erofs").stat().st_nlink == 1
+    assert (bundle / "image").is_symlink()
+    with pytest.raises(StageUnavailable, match="put down with runsc 1, and here is 2"):
+        _gvisor_live.taken_up(holding, stored, Root(()), replace(runsc, made_with={"runsc": "2"}))
 
 
 @pytest.mark.parametrize(

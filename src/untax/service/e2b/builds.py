@@ -24,6 +24,7 @@ from untax.channel import actions, tree
 from untax.channel.egress import Policy
 from untax.core.errors import NotFound, UntaxError, UsageError
 from untax.core.spec import freeze_env
+from untax.leases import usual_isolation
 from untax.service.e2b.models import resolved
 from untax.service.e2b.sandbox import DEFAULT_USER
 from untax.service.e2b.templates import Build, Template, Templates
@@ -302,7 +303,7 @@ class Builder:
             _failed(build, step, f"the build broke: {type(exc).__name__}")
 
     async def _box(self, build: Build, found: Snapshot | str | None) -> Box:
-        spec = build.spec(self._engine.substrate.isolation, self._hands())
+        spec = build.spec(usual_isolation(self._engine.offer), self._hands())
         if found is None:
             box = await self._engine.acquire(spec, ttl_s=TTL_MAX_S)
         else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from untax.core.errors import SandboxLost, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.spec import freeze_env
+from untax.leases import usual_isolation
 from untax.service.e2b.network import Rules
 from untax.service.e2b.sandbox import DEFAULT_USER, Lifecycle, Manner, Sandbox
 from untax.service.e2b.templates import BASE, Build, Template, Templates
@@ -170,7 +171,7 @@ class Sandboxes:
         return sandbox
 
     async def _take(self, build: Build) -> Box:
-        spec = build.spec(self._engine.substrate.isolation, self._hands)
+        spec = build.spec(usual_isolation(self._engine.offer), self._hands)
         try:
             if build.snapshot is not None:
                 return await self._engine.restore(build.snapshot, limits=spec.limits, network="all", ttl_s=TTL_MAX_S)

@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import untax
+from untax.leases import usual_isolation
 from untax.service import metrics
 from untax.service.auth import authenticate
 from untax.service.hosting import Hosting
@@ -33,7 +34,7 @@ async def about(request: Request) -> Response:
     return JSONResponse(
         {
             "release": untax.__version__,
-            "substrate": {"name": substrate.name, "isolation": substrate.isolation},
+            "substrate": {"name": substrate.name, "isolation": substrate.isolation, "usual": usual_isolation(substrate)},
             "tenant": request.scope["tenant"].name,
             "use": hosting.use(request.scope["tenant"]),
             "trouble": await hosting.probe.trouble(),

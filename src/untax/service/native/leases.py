@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from untax.box import Box
-from untax.leases import Lease
+from untax.leases import Lease, usual_isolation
 from untax.service.hosting import TTL_MAX_S
 from untax.service.native.endpoint import Asked, Operation
 from untax.service.native.fields import Field
@@ -15,7 +15,7 @@ from untax.service.native.values import LATE, SPEC, bindings_of, holding_data, l
 
 async def create(asked: Asked) -> dict[str, Any]:
     hosting, body = asked.hosting, asked.body
-    spec = spec_of(body["spec"], hosting.engine.substrate.isolation)
+    spec = spec_of(body["spec"], usual_isolation(hosting.engine.offer))
     hosting.admit(asked.tenant, spec)
     late = bindings_of(body)
     hosting.check_limits(late["limits"])

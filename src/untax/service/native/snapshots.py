@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from untax.core.spec import Limits
+from untax.leases import usual_isolation
 from untax.service.hosting import TTL_MAX_S, Holding
 from untax.service.native.endpoint import Asked, Operation
 from untax.service.native.fields import Field
@@ -61,7 +62,7 @@ async def pools(asked: Asked) -> dict[str, Any]:
 
 async def warm(asked: Asked) -> dict[str, Any]:
     hosting, body = asked.hosting, asked.body
-    spec = spec_of(body["spec"], hosting.engine.substrate.isolation)
+    spec = spec_of(body["spec"], usual_isolation(hosting.engine.offer))
     hosting.admit(asked.tenant, spec)
     limits = Limits(**body["limits"]) if body["limits"] else None
     hosting.check_limits(limits)

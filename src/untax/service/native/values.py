@@ -12,8 +12,10 @@ from untax.core.result import CommandResult
 from untax.core.spec import EnvSpec, Limits, Repo
 from untax.leases import DEFAULT_TTL_S
 from untax.service.native.fields import Field
+from untax.tenancy import Tenancy
 
 if TYPE_CHECKING:
+    from untax.box import Box
     from untax.channel.replies import Entry
     from untax.service.hosting import Holding
     from untax.snapshot import Snapshot
@@ -117,9 +119,17 @@ def holding_data(holding: Holding) -> dict[str, Any]:
         "spec": spec_data(box.spec),
         "began": holding.began,
         "ends": holding.ends,
-        "workdir": box.spec.workdir or box.image.workdir,
+        **_where(box),
         "hit": None if box.ledger.hit is None else box.ledger.hit.kind,
     }
+
+
+def _where(box: Box) -> dict[str, Any]:
+    """What commands find there."""
+    if isinstance(box, Tenancy) and box.is_live:
+        facts = box.facts
+        return {"workdir": facts.workdir, "home": facts.home, "user": facts.user, "path": facts.path}
+    return {"workdir": box.spec.workdir or box.image.workdir, "home": None, "user": box.spec.user, "path": None}
 
 
 def bytes_data(name: str, value: bytes) -> dict[str, Any]:
