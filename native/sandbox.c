@@ -23,6 +23,7 @@
 
 #include "agent.h"
 #include "birth.h"
+#include "identity.h"
 #include "io.h"
 #include "kernel.h"
 #include "mounts.h"
@@ -147,6 +148,7 @@ static void build_root(const struct plan *p) {
     for (size_t i = 0; i <= p->place_count; i++) close(mounts[i]);
     if (attach(p->dev, "/dev")) fail("dev");
     if (attach(proc, "/proc") || protect_proc()) fail("proc");
+    if (identity_put(p->in_userns, p->slot.base)) fail("machine id");
     if (attach(pts, "/dev/pts")) fail("pts");
     if (attach(shm, "/dev/shm")) fail("shm");
     if (attach(tmp, "/tmp")) fail("tmp");

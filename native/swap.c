@@ -22,6 +22,7 @@
 
 #include "cgroup.h"
 #include "disk.h"
+#include "identity.h"
 #include "io.h"
 #include "kernel.h"
 #include "still.h"
@@ -156,11 +157,24 @@ static int put_at(int mount_fd, int new, const char *place) {
 
 static const char *const points[] = {"proc", "dev", "tmp"};
 
+// The machine's id, where one was put in place of the image's; -1 for none, also when a directory above it was renamed: then it stays behind.
+static int identity_of(int root, const char *place) {
+    int fd = identity_at(root, place);
+    struct ground g;
+    bool is_root;
+    if (fd >= 0 && (!still_ground(fd, "", &g, &is_root) || !is_root)) io_close(&fd);
+    return fd;
+}
+
 // Whether the new root has what will be mounted on; looked at while nothing has been moved.
-static int check_points(int new) {
+static int check_points(int old, int new) {
     for (size_t i = 0; i < sizeof points / sizeof *points; i++) {
         autoclose int at = open_beneath(new, points[i]);
         if (at < 0) return -1;
+    }
+    for (size_t i = 0; i < IDENTITY_PLACES; i++) {
+        autoclose int from = identity_of(old, identity_places[i]), at = from < 0 ? -1 : identity_at(new, identity_places[i]);
+        if (from >= 0 && at < 0) return -1;
     }
     return 0;
 }
@@ -203,6 +217,10 @@ static const char *swap_roots(const struct still *s, const struct fresh *f) {
         if (move_over(old, new, box->layout.places[i])) return box->layout.places[i];
     for (size_t i = 0; i < sizeof points / sizeof *points; i++)
         if (move_over(old, new, points[i])) return points[i];
+    for (size_t i = 0; i < IDENTITY_PLACES; i++) {
+        autoclose int from = identity_of(old, identity_places[i]), to = from < 0 ? -1 : identity_at(new, identity_places[i]);
+        if (from >= 0 && (to < 0 || move(from, to))) return identity_places[i];
+    }
     if (fchdir(new) || syscall(SYS_pivot_root, ".", ".") || begin_detaching() || chdir("/")) return "root";
     return NULL;
 }
@@ -220,7 +238,7 @@ static bool can_send(struct still *s) {
 static void swap(struct still *s) {
     struct fresh f = {.count = 0};
     const char *step;
-    if (receive_mounts(&f, &step) || (step = "new root", check_points(f.mounts[0])) || k_move_mount(f.mounts[0], "", AT_FDCWD, "/", K_MOVE_FROM_EMPTY)) {
+    if (receive_mounts(&f, &step) || (step = "new root", check_points(s->grounds[0].fd, f.mounts[0])) || k_move_mount(f.mounts[0], "", AT_FDCWD, "/", K_MOVE_FROM_EMPTY)) {
         int error = errno;
         make_writable(s);
         end(still_end(s) ? SWAP_FAILED : SWAP_SPOILED, step, error);

@@ -416,3 +416,46 @@ async def test_c13_two_clones_of_one_snapshot_differ(engine, hosted):
         await snapshot.drop()
 
     assert all(len({*values}) == 3 for values in zip(*told, strict=True)), told
+
+
+async def test_c13_an_images_own_machine_id_is_no_sandboxs(tmp_path):
+    """Each has one of its own, which nobody can write to, which stays with it when a snapshot is taken and is in no layer; an empty one stays empty."""
+    shared = "0123456789abcdef0123456789abcdef"
+    image = tmp_path / "image"
+    shutil.copytree(small_directory(), image, symlinks=True)
+    for place in ("etc", "var/lib/dbus"):
+        (image / place).mkdir(parents=True, exist_ok=True)
+        (image / place / "machine-id").write_text(f"{shared}\n")
+    spec = untax.EnvSpec(image=f"dir:{image}", setup=("cat /etc/machine-id >/built",), user=WORST)
+    told = [shared]
+
+    async def own(box):
+        first, second = (await box.shell("cat /etc/machine-id /var/lib/dbus/machine-id")).check().text.splitlines()
+        assert first == second and len(bytes.fromhex(first)) == 16
+        return first
+
+    async with untax.Engine(state_dir=tmp_path / "state") as engine:
+        async with engine.lease(spec) as box:
+            assert await box._sandbox.is_pristine()  # nothing of it counts as a change
+            told += [await own(box), (await box.read("/built")).decode().strip()]
+            assert (await box.stat("/etc/machine-id")).mode & 0o777 == 0o444
+            written = await box.shell("echo 0 >/etc/machine-id || rm -f /etc/machine-id || chmod 777 /etc/machine-id", merge=True)
+            assert written.exit_code != 0 and await own(box) == told[1]
+            assert list(await box.diff()) == []
+            async with box.session() as bash:  # so that the root is swapped under a live one
+                await bash.run("cd /etc")
+                snapshot = await box.snapshot()
+                assert (await bash.run("cat machine-id")).text.strip() == told[1]
+            assert await own(box) == told[1]
+            async with engine.fork(snapshot, 2) as clones:
+                told += [await own(one) for one in clones]
+            await snapshot.drop()
+            await box.reset()
+            told.append(await own(box))
+        assert len({*told}) == len(told), told
+        layers = engine.warehouse.store.layers()
+        assert layers and not any((layer.tree / "etc/machine-id").exists() for layer in layers)
+
+        (image / "etc/machine-id").write_text("")
+        async with engine.lease(untax.EnvSpec(image=f"dir:{image}", user=WORST)) as box:
+            assert (await box.shell("cat /etc/machine-id")).text == ""
