@@ -23,13 +23,15 @@ class Bench:
     def __init__(self, name, directory):
         self.name = name
         self.directory = directory
+        self._fakes = 0
         self.engine = self.another()
         self.isolation = self.engine.substrate.isolation
 
     def another(self):
         if self.name != "fake":
             return untax.Engine(self.name, state_dir=self.directory)
-        return untax.Engine(LayeredFake(self.directory / "fake"), state_dir=self.directory)
+        self._fakes += 1  # each has a place of its own: they count their sandboxes from nought
+        return untax.Engine(LayeredFake(self.directory / f"fake-{self._fakes}"), state_dir=self.directory)
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.

@@ -28,6 +28,7 @@ from untax.cli import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
 from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
+from untax.core.spec import require_duration
 from untax.core.substrate import Fastidious, Importing, Reluctant
 from untax.meter import begun, profile
 from untax.meter import plan as plans
@@ -77,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--memory-mib", type=int, metavar="N", help="the same")
     how.add_argument("--out", metavar="DIR", help="where the records and the report go (default: results/TIME)")
     how.add_argument("--resume", metavar="DIR", help="go on with the run there")
+    how.add_argument(
+        "--stop-after", type=float, metavar="S", help="begin no trial after so many seconds; --resume goes on, and may stop as well"
+    )
     how.add_argument("--parquet", action="store_true", help="also DIR/records.parquet (needs untax[parquet])")
     how.add_argument("--no-report", action="store_true", help="records only")
     how.add_argument("--downloads", metavar="DIR", help="source distributions and wheels for a machine without a package index")
@@ -87,6 +91,9 @@ def carry_out(arguments: argparse.Namespace) -> int:
     if not arguments.verbose:
         logging.getLogger("untax").setLevel(logging.ERROR)  # a limit that is not enforced is in the records
     command = "untax " + shlex.join(sys.argv[1:])
+    part_s = float("inf") if arguments.stop_after is None else require_duration("--stop-after", arguments.stop_after)
+    if arguments.stop_after is not None and arguments.budget is not None:
+        raise UsageError("--budget fits a whole run into a time, --stop-after runs a part of one: name one of them")
     if arguments.resume:
         out = Path(arguments.resume)
         journal, first, done = begun.reopen(out / _RECORDS, command=command, accept=_check_workloads)
@@ -117,6 +124,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
         state / "bench" / "scratch",
         _maker(arguments.state_dir),
         done=done,
+        part_s=part_s,
         say=progress.say,
         tell=progress,
     )
@@ -129,6 +137,12 @@ def carry_out(arguments: argparse.Namespace) -> int:
     finally:
         progress.clear()
         journal.close()
+    if bench.is_cut:
+        print(
+            f"untax: this part is over; what was measured is kept. Go on with: untax bench --resume {shlex.quote(str(out))}",
+            file=sys.stderr,
+        )
+        return 0
     return _conclude(arguments, out)
 
 

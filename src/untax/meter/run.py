@@ -52,6 +52,7 @@ class Bench:
         make_engine: MakeEngine,
         *,
         done: Done | None = None,
+        part_s: float = float("inf"),
         say: Callable[[str], None] = lambda _: None,
         tell: Tell = lambda *_: None,
     ) -> None:
@@ -63,6 +64,9 @@ class Bench:
         self._scratch = scratch
         self._make_engine = make_engine
         self._done = done or Done()
+        self._part_s = part_s
+        self.is_cut = False
+        """Whether slots were left for another part, once `part_s` had passed; each part has one at least. The run is then not complete."""
         self._say = say
         self._tell = tell
         self._sites: dict[tuple[str, Warmth], Site] = {}
@@ -83,8 +87,11 @@ class Bench:
             if self._plan.budget_s:
                 cases = await self._tried(cases)
             await self._rounds(cases)
-            if self._plan.knee:
+            if self._plan.knee and not self.is_cut:
                 await self._to_the_knee(cases)
+        if self.is_cut:
+            self._journal.sync()
+            return self._done
         facts = {"load": host.facts()["load"], "noise_probe": conditions.noise_probe(), "clock": clock.report()}
         self._journal.append(End(self._run, instant(), self._done.order, self._done.failed, now_ns() - self._begin_ns, facts))
         self._journal.sync()
@@ -181,6 +188,9 @@ class Bench:
             if self._plan.budget_s and self._spent_s() > plan.budget_s:
                 break
             if case in self._works:
+                if self._slots_done and self._spent_s() > self._part_s and not self._has(number, case):
+                    self.is_cut = True
+                    return
                 await self._slot(number, case, cases)
         if plan.budget_s:
             for case in self._live(cases):
@@ -204,8 +214,7 @@ class Bench:
 
     async def _slot(self, number: int, case: Case, cases: list[Case]) -> None:
         """One slot of a case and its records, unless the file has them already."""
-        wanted = self._trial_numbers(number, case)
-        if all((case, trial, number < 0) in self._done.trials for trial in wanted):
+        if self._has(number, case):
             self._counts[case] = self._counts.get(case, 0) + (case.concurrency if number >= 0 else 0)
             return
         self._journal.check_room()
@@ -238,6 +247,10 @@ class Bench:
             self._journal.append(batch)
             note(self._done, batch)
         self._journal.sync()
+
+    def _has(self, number: int, case: Case) -> bool:
+        """Whether the file has every trial of a slot."""
+        return all((case, trial, number < 0) in self._done.trials for trial in self._trial_numbers(number, case))
 
     def _trial_numbers(self, number: int, case: Case) -> range:
         first = number + self._plan.warmup if number < 0 else number

@@ -166,6 +166,23 @@ async def test_interrupted_it_keeps_what_is_done_and_goes_on_where_it_stopped(tm
     assert [t.order for t in cut.records(Trial)] == list(range(len(done(cut))))
 
 
+async def test_in_parts_it_is_the_same_run_with_the_host_of_each_part(tmp_path):
+    """However short a part is, it has a slot; the order is the plan's, whoever stopped where."""
+    a_plan = plan(trials=2, warmup=0, works=(("W", 0), ("W", 4)), seed=11)
+    whole = Bench(tmp_path / "whole", {"fake": FakeSubstrate()}, a_plan)
+    await whole.run()
+    parted = Bench(tmp_path / "parted", {"fake": FakeSubstrate()}, a_plan, part_s=0.0)
+    await parted.run()
+    while not parted.records(End):
+        before = len(parted.records(Trial))
+        await parted.resume()
+        assert len(parted.records(Trial)) > before or parted.records(End)
+
+    assert [(t.case, t.trial) for t in parted.records(Trial)] == [(t.case, t.trial) for t in whole.records(Trial)]
+    assert len(parted.records(Resume)) >= len(parted.records(Trial)) - 1
+    assert all(one.host["cores"] for one in parted.records(Resume))
+
+
 async def test_a_trial_that_is_cut_off_gives_its_sandbox_back(tmp_path):
     fake = FakeSubstrate(programs={"echo": lambda *_: None})
     bench = Bench(tmp_path, {"fake": fake}, plan())
