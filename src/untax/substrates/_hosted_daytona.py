@@ -22,7 +22,7 @@ from untax.core.substrate import Facts, Unenforced
 from untax.substrates._hosted import TIMEOUT_S, Found, Hosted, Terms, Trouble, given, retry_after
 from untax.substrates._hosted_sandbox import CELL, PROXY_PORT, HeldStream, HostedSandbox, cell, unenforced
 
-_CREATES_PER_S = 5.0  # 300 a minute, the smallest of the limits that Daytona's documentation has for creating
+_CREATES_PER_S = 5.0  # an assumption; what is refused nevertheless is asked for again after the time that the provider names
 _CREATE_S = 120.0
 _CALL_S = 30.0
 _GREETING_S = 30.0

@@ -21,7 +21,7 @@ from untax.core.substrate import Facts
 from untax.substrates._hosted import TIMEOUT_S, Found, Hosted, Terms, Trouble, given
 from untax.substrates._hosted_sandbox import CELL, PROXY_PORT, HeldStream, HostedSandbox, cell, unenforced
 
-_CREATES_PER_S = 5.0  # what the SDK is told to slow down from, it slows down itself
+_CREATES_PER_S = 5.0  # an assumption; the SDK itself slows down when it is told to
 _CALL_S = 60
 _KILLED = 137  # as the SDK gives a signal 9
 _UNENFORCED = unenforced(("disk_mib", "pids"), "Modal has no such limit", "set it in the image")
