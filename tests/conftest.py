@@ -69,7 +69,7 @@ REQUIRED = {name.strip() for name in os.environ.get("UNTAX_REQUIRE", "").split("
 EXPECTED = re.compile(
     "|".join(
         (
-            r"the substrate '\w+' has no ",  # one of several that the check runs on
+            r"the substrate '[\w:]+' has no ",  # one of several that the check runs on
             r"newer syntax than this Python has",
             r"the kernel itself refuses NUL in an argument",
             r"this kernel does not mount mkfs\.ext4 .*prjquota",  # hosts without CONFIG_QUOTA; the guest has it
