@@ -164,7 +164,15 @@ def test_after_a_fork_it_says_so(engine, box):
     watch.close()
 
 
-def test_an_interrupt_kills_the_command(engine):
+@pytest.fixture
+def interruptible():
+    """Whoever starts the tests in the background has them ignore the keyboard's signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_kills_the_command(engine, interruptible):
     """Ctrl-C during a blocking action: the command inside ends with it."""
     with engine.lease() as box:
         threading.Timer(0.3, lambda: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)).start()
