@@ -5,11 +5,13 @@ import contextlib
 import hashlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests import hostview, leftovers
 from tests.enginehost import engine_host
+from tests.security.test_faults import fill, scratch  # noqa: F401
 
 import untax
 from untax import substrates
@@ -59,6 +61,55 @@ async def test_c3_a_killed_agent_is_a_lost_sandbox_and_the_pool_refills_without_
             async with engine.lease() as other:
                 ids.add(other.id)
         assert box.id not in ids
+
+
+async def leases(engine, count):
+    """As many as can be had; those that cannot end soon, and as the infrastructure's failure."""
+    for _ in range(count):
+        try:
+            async with asyncio.timeout(10), engine.lease(wait_s=1.0) as box:
+                assert (await box.run(["true"])).exit_code == 0
+        except (untax.SubstrateError, untax.PoolTimeout):
+            pass
+
+
+async def all_is_well(engine):
+    async with asyncio.timeout(30):
+        await engine.warm(n=2)
+        for _ in range(3):
+            async with engine.lease(wait_s=10.0) as box:
+                assert (await box.shell("cat f; echo x >f; cat f")).text == "x\n"
+                assert box.ledger.verdict == "trusted"
+
+
+async def test_c5_a_pool_on_a_full_disk_goes_on_once_there_is_room(state, scratch):  # noqa: F811
+    """What is held goes on meanwhile."""
+    async with pooled(scratch / "state", entries=4) as engine:
+        await engine.warm(n=2)
+        held = await engine.acquire()
+        filler = fill(scratch)
+        await leases(engine, 4)
+        assert (await held.run(["echo", "still"])).text == "still\n"
+        filler.unlink()
+        (scratch / "filler2").unlink(missing_ok=True)
+        await held.release()
+        await all_is_well(engine)
+
+
+async def test_c6_a_pool_whose_disk_turns_read_only_ends_and_the_next_one_finds_it_whole(state, scratch):  # noqa: F811
+    """As a file system does that met an error: whatever is open stays so, and it takes a new mount to write again."""
+    async with pooled(scratch / "state", entries=4) as engine:
+        await engine.warm(n=2)
+        held = await engine.acquire()
+        subprocess.run(["mount", "-o", "remount,abort", str(scratch)], check=True)  # "ro" is refused while anything is written
+        with pytest.raises(OSError, match="Read-only"):
+            (scratch / "probe").touch()
+        await leases(engine, 4)
+        assert (await held.run(["echo", "still"])).text == "still\n"
+    subprocess.run(["umount", str(scratch)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(scratch.parent / "disk.img"), str(scratch)], check=True)
+    async with pooled(scratch / "state", entries=4) as engine:
+        await all_is_well(engine)
 
 
 async def test_c10_parked_sandboxes_killed_at_random_are_never_leased(state):
