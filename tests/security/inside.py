@@ -40,6 +40,12 @@ async def test_e23_e25_neighbours_share_nothing(box, fresh):
     await box.shell("echo s | tee /tmp/x /dev/shm/x >/workspace/x")
     assert await out(fresh, "cat /tmp/x /dev/shm/x /workspace/x 2>/dev/null") == ""
     await box.shell("rm -f /tmp/x /dev/shm/x /workspace/x")
+    serve = "socket(S, 2, 1, 6); bind(S, pack('S n N x8', 2, 9997, 0x7f000001)) or die; listen(S, 5); sleep 1001004"
+    server = await box.start(["perl", "-e", serve])
+    assert "up" in await out(box, "until (echo >/dev/tcp/127.0.0.1/9997) 2>/dev/null; do sleep 0.05; done; echo up")
+    assert (await fresh.shell("echo >/dev/tcp/127.0.0.1/9997", timeout_s=30)).exit_code != 0
+    server.kill()
+    await server.wait()
 
 
 # ---- 4.2 ----
