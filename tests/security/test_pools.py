@@ -112,8 +112,8 @@ async def test_c6_a_pool_whose_disk_turns_read_only_ends_and_the_next_one_finds_
         await all_is_well(engine)
 
 
-async def test_c10_parked_sandboxes_killed_at_random_are_never_leased(state):
-    """X22; the benchmark `parked_kills` does it ten thousand times."""
+async def test_c10_x22_parked_sandboxes_killed_at_random_are_never_leased(state):
+    """The benchmark `parked_kills` does it ten thousand times."""
     leases = 2000 if LONG else 120
     async with pooled(state) as engine:
         await engine.warm(n=6)
@@ -143,8 +143,8 @@ async def test_c10_a_parked_sandbox_that_is_stopped_does_not_answer_and_is_not_l
                 assert (await box.run(["true"])).exit_code == 0
 
 
-async def test_c11_a_lifetime_that_ends_during_grading_is_a_typed_error_and_the_grader_lives_on(state):
-    """X23. A grader has a lifetime of its own; what it has taken stays when the graded box is no more."""
+async def test_c11_x23_a_lifetime_that_ends_during_grading_is_a_typed_error_and_the_grader_lives_on(state):
+    """A grader has a lifetime of its own; what it has taken stays when the graded box is no more."""
     async with pooled(state) as engine:
         box = await engine.acquire(ttl_s=0.5)
         await box.write("src/a.py", b"a = 1\n")
