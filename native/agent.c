@@ -151,21 +151,24 @@ static void reap(void) {
 
 static bool is_spared(int pid) { return pid == getpid() || worker_is(pid); }
 
+// A sender outside the sandbox has no number here. Who queues a signal writes its own number into it, 0 if he likes, but cannot call it a plain
+// one (SI_USER); one that the kernel sends for a file (F_SETSIG) has none either and is not plain.
+static bool is_from_outside(const struct signalfd_siginfo *i) { return i->ssi_signo == SIGUSR1 && i->ssi_code == SI_USER && !i->ssi_pid; }
+
 static void on_children(struct source *s, uint32_t events) {
     (void)events;
     struct signalfd_siginfo info[8];
     for (ssize_t n; (n = read(s->fd, info, sizeof info)) > 0;)
         for (size_t i = 0; i < (size_t)n / sizeof *info; i++)
-            // From outside the sandbox the sender has no number here. The workload's own are of no effect.
-            if (info[i].ssi_signo == SIGUSR1 && !info[i].ssi_pid && contained_shed(is_spared)) counters_oom();
+            if (is_from_outside(&info[i]) && contained_shed(is_spared)) counters_oom();
     reap();
 }
 
-static bool watch_children(void) {
+static bool watch_children(bool is_told) {
     sigset_t set;
     sigemptyset(&set);
     sigaddset(&set, SIGCHLD);
-    if (getpid() == 1) sigaddset(&set, SIGUSR1);
+    if (is_told && getpid() == 1) sigaddset(&set, SIGUSR1);
     signal(SIGPIPE, SIG_IGN);
     signal(SIGCHLD, SIG_DFL);  // ignored, as some parents leave it, it would let nobody be waited for
     if (sigprocmask(SIG_BLOCK, &set, NULL) < 0) return false;
@@ -202,7 +205,7 @@ static bool settle(void) {
 bool agent_open(const struct agent_opts *opts) {
     greeted = false;
     is_held = opts->held_name;
-    return loop_init() && config_open(opts->workdir) && workers_open(opts) && watch_children() &&
+    return loop_init() && config_open(opts->workdir) && workers_open(opts) && watch_children(opts->is_told) &&
            channel_open(opts->channel_in, opts->channel_out, agent_dispatch) &&
            (!opts->held_name || held_open(opts->held_name, opts->held_fd, opts->held_patience_s));
 }

@@ -19,6 +19,7 @@ struct agent_opts {
     int work_join;                // cgroup.procs of the group that workers which are forked join; 0: none
     const char *workdir;          // until CONFIGURE says otherwise
     bool is_init;                 // PID 1 of a pid namespace
+    bool is_told;                 // of memory that ran out, by SIGUSR1 from outside the sandbox; the kernel counts no kills here
     const char *held_name;        // the streams come to this abstract socket and may break; NULL: the channel is the stream
     int held_fd;                  // then: the other end of the channel
     uint32_t held_patience_s;     // then: how long to wait for the first or the next stream

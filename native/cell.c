@@ -29,6 +29,7 @@ static int usage(FILE *to, int status) {
     fputs("cell launcher                   make sandboxes for the engine on the socket given\n"
           "cell agent --stdio [--dir DIR]  serve one channel on standard input and output\n"
           "  --contained [--user USER [--own DIR]…]  as the first process of a container, for a user of it\n"
+          "  --told   memory is counted outside: SIGUSR1 from there says that it ran out\n"
           "cell agent --held NAME [--patience SECONDS] [--cut] [--dir DIR]  the same on streams that `cell join NAME` brings\n"
           "cell join NAME                  bring standard input and output to such an agent\n"
           "cell cut                        take all network interfaces down but the loopback\n"
@@ -97,6 +98,7 @@ static int agent(int argc, char **argv) {
     for (int i = 0; i < argc; i++) {
         if (!strcmp(argv[i], "--stdio")) stdio = true;
         else if (!strcmp(argv[i], "--contained")) is_contained = true;
+        else if (!strcmp(argv[i], "--told")) opts.is_told = true;
         else if (!strcmp(argv[i], "--held") && i + 1 < argc) opts.held_name = argv[++i];
         else if (!strcmp(argv[i], "--patience") && i + 1 < argc) opts.held_patience_s = (uint32_t)strtoul(argv[++i], NULL, 10);
         else if (!strcmp(argv[i], "--cut")) cut = true;

@@ -388,15 +388,14 @@ static int try_mount(const struct layout *l, bool on_own, const struct slot *slo
 
 int layout_mount(const struct layout *l, bool on_own, const struct slot *slot, const struct disk_box *disk, int *root, struct view *views, size_t *count,
                  const char **step) {
-    static bool shifts;  // has been seen to work
     *root = -1, *count = 0;
     bool may_shift = !L.in_userns && !L.mounts.cannot_shift;
     int failed = try_mount(l, on_own, slot, disk, may_shift ? slot->userns : -1, root, views, count, step);
-    if (failed && may_shift && !shifts && cannot_shift(errno)) {
+    if (failed && may_shift && !L.mounts.shifts && cannot_shift(errno)) {
         // A kernel before 5.19, or a state directory that cannot be shifted: no layer made here can then serve another sandbox.
         failed = try_mount(l, on_own, slot, disk, -1, root, views, count, step);
         L.mounts.cannot_shift = !failed;
     }
-    if (!failed && may_shift && !L.mounts.cannot_shift) shifts = true;
+    if (!failed && may_shift && !L.mounts.cannot_shift) L.mounts.shifts = true;
     return failed;
 }

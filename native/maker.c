@@ -22,6 +22,7 @@
 struct ask {
     bool discards;  // the descriptors that come with it; there is nothing else to it
     bool is_next;   // only an upper directory and its overlays
+    bool shifts, cannot_shift;  // what the launcher has learnt of mounts since this process began
     char name[ID_MAX];
     uid_t base;
     uint64_t disk_bytes;
@@ -114,6 +115,8 @@ _Noreturn static void be_maker(int sock) {
         memcpy(&a, packet, sizeof a);
         if (!a.discards) {
             struct furniture f = FURNITURE_NONE;
+            L.mounts.shifts |= a.shifts;  // found out anew, one passing failure would decide it, and differently from there
+            L.mounts.cannot_shift |= a.cannot_shift;
             bool well = make(&a, (struct span){packet + sizeof a, (uint32_t)((size_t)n - sizeof a)}, count ? fds[0] : -1, &f);
             struct said head = {.failed = !well, .cg = f.cg, .has_net = f.slot.netns >= 0, .views = f.count, .print = f.print};
             memcpy(head.name, a.name, sizeof head.name);
@@ -158,7 +161,7 @@ bool maker_is_free(void) { return maker.sock >= 0 && !maker.is_busy; }
 bool maker_ask(const char *name, struct span layout, const struct slot *slot, uint64_t disk_bytes, const struct cg_limits *limits) {
     static uint8_t packet[sizeof(struct ask) + LAYOUT_SIZE_MAX];
     if (!maker_is_free() || layout.size > LAYOUT_SIZE_MAX) return false;
-    struct ask a = {.is_next = !limits, .base = slot->base, .disk_bytes = disk_bytes};
+    struct ask a = {.is_next = !limits, .shifts = L.mounts.shifts, .cannot_shift = L.mounts.cannot_shift, .base = slot->base, .disk_bytes = disk_bytes};
     if (limits) a.limits = *limits;
     strcpy(a.name, name);
     memcpy(packet, &a, sizeof a);

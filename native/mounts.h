@@ -15,7 +15,7 @@ struct mounts {
     bool in_userns;   // an ordinary user's launcher: overlay keeps its marks in user.* attributes
     int stage;        // directory of the tmpfs
     int empty_ns;     // mount namespace that holds nothing but an empty read-only tmpfs
-    bool cannot_shift;  // kernel or file system: see layout.c
+    bool shifts, cannot_shift;  // has been seen to work; or not to, by kernel or file system: see layout.c. Neither: not known yet
     bool is_second;   // the maker's, which has a place of its own for that
     bool is_held;     // something is attached where shifted views are, or could not be let go of
 };

@@ -388,8 +388,8 @@ async def test_what_a_killed_engine_left_is_gone_by_itself_and_swept(options, re
         assert await after.substrate._list({"untax.state": str(state)}) == []
 
 
-async def test_x19_a_container_removed_by_hand_is_lost_and_replaced(engine, api):
-    """C9: whoever holds it is told at once, and a reset gives another."""
+async def test_x19_c9_a_container_removed_by_hand_is_lost_and_replaced(engine, api):
+    """Whoever holds it is told at once, and a reset gives another."""
     async with engine.lease(SMALL) as box:
         running = asyncio.create_task(box.run(["sleep", "60"]))
         await box.run(["true"])

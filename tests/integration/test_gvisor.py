@@ -244,7 +244,7 @@ async def _get(box, port):
     return data
 
 
-async def test_c12_a_copy_has_a_name_a_seed_and_a_clock_of_its_own(engine, box):
+async def test_c13_a_copy_has_a_name_a_seed_and_a_clock_of_its_own(engine, box):
     """What would make two copies the same to the outside is not in them."""
     ask = "cat /proc/sys/kernel/hostname; head -c 16 /dev/urandom | od -An -tx1; date +%s"
     snapshot = await box.snapshot(live=True)

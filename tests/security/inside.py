@@ -5,10 +5,12 @@ perl, and is left as it was found; `fresh` is one that a test may ruin. Times ar
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 
 import pytest
+from tests.security import test_resources
 
 import untax
 
@@ -38,6 +40,12 @@ async def test_e23_e25_neighbours_share_nothing(box, fresh):
     await box.shell("echo s | tee /tmp/x /dev/shm/x >/workspace/x")
     assert await out(fresh, "cat /tmp/x /dev/shm/x /workspace/x 2>/dev/null") == ""
     await box.shell("rm -f /tmp/x /dev/shm/x /workspace/x")
+    serve = "socket(S, 2, 1, 6); bind(S, pack('S n N x8', 2, 9997, 0x7f000001)) or die; listen(S, 5); sleep 1001004"
+    server = await box.start(["perl", "-e", serve])
+    assert "up" in await out(box, "until (echo >/dev/tcp/127.0.0.1/9997) 2>/dev/null; do sleep 0.05; done; echo up")
+    assert (await fresh.shell("echo >/dev/tcp/127.0.0.1/9997", timeout_s=30)).exit_code != 0
+    server.kill()
+    await server.wait()
 
 
 # ---- 4.2 ----
@@ -62,6 +70,11 @@ async def test_r9_r10_r18_r19_descriptors_floods_and_priorities(box):
     assert (await box.shell("ulimit -n 10000000")).exit_code != 0
 
 
+async def test_r13_entries_without_an_end_are_refused(box):
+    await test_resources.test_r13_a_million_empty_entries_are_refused(box)
+    await box.shell("rm -rf up", timeout_s=60)
+
+
 # ---- 4.3 ----
 
 
@@ -74,6 +87,17 @@ async def test_p1_p3_p10_p11_an_answer_comes_when_the_command_ends(box):
     assert (closed.exit_code, closed.stdout) == (4, b"")
     assert (await box.shell("cat; read x; echo $?", timeout_s=30)).text == "1\n"
     await box.shell("for p in $(grep -lsz '100100[1]' /proc/[0-9]*/cmdline); do kill -9 $(echo $p | cut -d/ -f3); done")
+
+
+async def test_p12_p13_who_asks_is_answered_by_nobody_and_no_pager_waits(box):
+    """There is no terminal to ask on; what programs ask before they would wait for one says no, and a pager passes on."""
+    began = time.monotonic()
+    for asking in ("read x </dev/tty", "stty -echo </dev/tty", "perl -e 'open(T, q(</dev/tty)) or exit 6; <T>'", "read -rsp Password: x"):
+        asked = await box.shell(asking, timeout_s=30)
+        assert (asked.outcome, asked.exit_code != 0) == ("exited", True), asking
+    assert await out(box, "echo $GIT_TERMINAL_PROMPT $DEBIAN_FRONTEND $PIP_NO_INPUT") == "0 noninteractive 1\n"
+    assert await out(box, "seq 1000 | $PAGER | tail -1; seq 1000 | $GIT_PAGER | tail -1") == "1000\n1000\n"
+    assert time.monotonic() - began < AT_ONCE_S
 
 
 @pytest.mark.parametrize(
@@ -147,6 +171,14 @@ async def test_o1_o7_o11_o12_bytes_are_what_was_written(box):
     assert (other.stdout, other.exit_code != 0) == (b"", True)
 
 
+async def test_o6_o9_odd_text_is_one_line_of_a_summary_and_a_command_like_any(box):
+    forged = await box.shell(r"printf 'x\n2026-01-01 ERROR forged\033[2J\r' >&2; exit 3")
+    assert not {"\n", "\r", "\x1b"} & set(forged.summary())
+    assert await out(box, "echo '\u202e\u05e9 \U0001f600'") == "\u202e\u05e9 \U0001f600\n"
+    with pytest.raises(untax.UsageError):
+        await box.shell("echo \ud800")
+
+
 async def test_o2_o3_o4_o5_o8_much_of_it_late_of_it_and_none(box):
     drawn = await box.shell("head -c 1000000 /dev/urandom | tee /tmp/r; sha256sum </tmp/r >&2; rm /tmp/r", timeout_s=60)
     assert hashlib.sha256(drawn.stdout).hexdigest() in drawn.stderr.decode()
@@ -179,6 +211,17 @@ async def test_f5_odd_names_are_names(box):
     with pytest.raises((OSError, untax.UntaxError)):
         await box.write("odd/" + "n" * 256, b"1")
     await box.shell("rm -r odd")
+
+
+async def test_f8_no_file_can_be_made_to_stay(box):
+    """Not by root inside either, where there is one: such a file could not be removed with its sandbox."""
+    fixed = "open(F, '>', 'kept'); for (0x10, 0x20) { my $flags = pack('L', $_); exit 1 if ioctl(F, 0x40086602, $flags) }"
+    assert (await box.run(["perl", "-e", fixed])).exit_code == 0
+    await box.shell("rm kept")
+    with contextlib.suppress(untax.UntaxError):  # where nobody may be root
+        assert (await box.run(["perl", "-e", fixed], user="root")).exit_code == 0
+        await box.run(["rm", "kept"], user="root")
+    assert await box.list(".") == []
 
 
 async def test_f7_f9_f10_f18_f19_a_reset_undoes_everything(fresh):

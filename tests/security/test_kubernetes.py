@@ -16,18 +16,22 @@ from tests.security.inside import (  # noqa: F401
     test_f1_f2_f4_f6_files_that_are_none_of_its_own,
     test_f5_odd_names_are_names,
     test_f7_f9_f10_f18_f19_a_reset_undoes_everything,
+    test_f8_no_file_can_be_made_to_stay,
     test_n4_n5_n10_n11_no_names_no_way_out_no_proxy_and_a_loopback,
     test_n8_n9_n12_with_a_list_the_rest_is_refused_and_on_record,
     test_o1_o7_o11_o12_bytes_are_what_was_written,
     test_o2_o3_o4_o5_o8_much_of_it_late_of_it_and_none,
+    test_o6_o9_odd_text_is_one_line_of_a_summary_and_a_command_like_any,
     test_p1_p3_p10_p11_an_answer_comes_when_the_command_ends,
     test_p2_p5_p7_p8_p9_p22_p23_nothing_outlives_a_reset,
     test_p4_p6_p18_a_deadline_takes_all_of_it,
+    test_p12_p13_who_asks_is_answered_by_nobody_and_no_pager_waits,
     test_p14_p16_p17_p20_what_cannot_run_and_how_things_end,
     test_p15_arguments_that_no_kernel_takes_are_refused,
     test_p21_a_session_keeps_its_rules,
     test_r5_r11_r12_r16_signals_and_deadlines_are_told_apart,
     test_r9_r10_r18_r19_descriptors_floods_and_priorities,
+    test_r13_entries_without_an_end_are_refused,
 )
 
 import untax
@@ -229,7 +233,7 @@ async def test_r8_tmp_has_a_cap_that_is_charged_to_the_pod(pods):
         assert (await small.run(["true"])).exit_code == 0
 
 
-async def test_r1_what_a_node_does_not_enforce_is_said(box):
+async def test_r1_r2_r7_what_a_node_does_not_enforce_is_said(box):
     assert {"pids", "disk_mib"} == {one.name for one in box.ledger.unenforced}
     assert all(one.remedy for one in box.ledger.unenforced)
 

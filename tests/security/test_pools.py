@@ -5,11 +5,13 @@ import contextlib
 import hashlib
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests import hostview, leftovers
 from tests.enginehost import engine_host
+from tests.security.test_faults import fill, scratch  # noqa: F401
 
 import untax
 from untax import substrates
@@ -61,8 +63,57 @@ async def test_c3_a_killed_agent_is_a_lost_sandbox_and_the_pool_refills_without_
         assert box.id not in ids
 
 
-async def test_c10_parked_sandboxes_killed_at_random_are_never_leased(state):
-    """X22; the benchmark `parked_kills` does it ten thousand times."""
+async def leases(engine, count):
+    """As many as can be had; those that cannot end soon, and as the infrastructure's failure."""
+    for _ in range(count):
+        try:
+            async with asyncio.timeout(10), engine.lease(wait_s=1.0) as box:
+                assert (await box.run(["true"])).exit_code == 0
+        except (untax.SubstrateError, untax.PoolTimeout):
+            pass
+
+
+async def all_is_well(engine):
+    async with asyncio.timeout(30):
+        await engine.warm(n=2)
+        for _ in range(3):
+            async with engine.lease(wait_s=10.0) as box:
+                assert (await box.shell("cat f; echo x >f; cat f")).text == "x\n"
+                assert box.ledger.verdict == "trusted"
+
+
+async def test_c5_a_pool_on_a_full_disk_goes_on_once_there_is_room(state, scratch):  # noqa: F811
+    """What is held goes on meanwhile."""
+    async with pooled(scratch / "state", entries=4) as engine:
+        await engine.warm(n=2)
+        held = await engine.acquire()
+        filler = fill(scratch)
+        await leases(engine, 4)
+        assert (await held.run(["echo", "still"])).text == "still\n"
+        filler.unlink()
+        (scratch / "filler2").unlink(missing_ok=True)
+        await held.release()
+        await all_is_well(engine)
+
+
+async def test_c6_a_pool_whose_disk_turns_read_only_ends_and_the_next_one_finds_it_whole(state, scratch):  # noqa: F811
+    """As a file system does that met an error: whatever is open stays so, and it takes a new mount to write again."""
+    async with pooled(scratch / "state", entries=4) as engine:
+        await engine.warm(n=2)
+        held = await engine.acquire()
+        subprocess.run(["mount", "-o", "remount,abort", str(scratch)], check=True)  # "ro" is refused while anything is written
+        with pytest.raises(OSError, match="Read-only"):
+            (scratch / "probe").touch()
+        await leases(engine, 4)
+        assert (await held.run(["echo", "still"])).text == "still\n"
+    subprocess.run(["umount", str(scratch)], check=True)
+    subprocess.run(["mount", "-o", "loop", str(scratch.parent / "disk.img"), str(scratch)], check=True)
+    async with pooled(scratch / "state", entries=4) as engine:
+        await all_is_well(engine)
+
+
+async def test_c10_x22_parked_sandboxes_killed_at_random_are_never_leased(state):
+    """The benchmark `parked_kills` does it ten thousand times."""
     leases = 2000 if LONG else 120
     async with pooled(state) as engine:
         await engine.warm(n=6)
@@ -92,8 +143,8 @@ async def test_c10_a_parked_sandbox_that_is_stopped_does_not_answer_and_is_not_l
                 assert (await box.run(["true"])).exit_code == 0
 
 
-async def test_c11_a_lifetime_that_ends_during_grading_is_a_typed_error_and_the_grader_lives_on(state):
-    """X23. A grader has a lifetime of its own; what it has taken stays when the graded box is no more."""
+async def test_c11_x23_a_lifetime_that_ends_during_grading_is_a_typed_error_and_the_grader_lives_on(state):
+    """A grader has a lifetime of its own; what it has taken stays when the graded box is no more."""
     async with pooled(state) as engine:
         box = await engine.acquire(ttl_s=0.5)
         await box.write("src/a.py", b"a = 1\n")

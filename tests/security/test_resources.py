@@ -86,6 +86,33 @@ async def test_r5_a_self_inflicted_kill_is_no_oom(box):
     assert (result.outcome, result.exit_code, result.oom_kills) == ("signaled", 137, 0)
 
 
+# A signal that its sender says nobody sent (si_code SI_QUEUE, si_pid 0), one that the kernel sends for a pipe, and a plain one.
+_FORGED = """
+import ctypes, fcntl, os, signal, struct, time
+libc = ctypes.CDLL(None, use_errno=True)
+libc.syscall(129, 1, signal.SIGUSR1, ctypes.create_string_buffer(struct.pack("iiiiii", signal.SIGUSR1, 0, -1, 0, 0, 0), 128))
+r, w = os.pipe()
+try:
+    fcntl.fcntl(r, fcntl.F_SETOWN, 1)
+    fcntl.fcntl(r, 10, signal.SIGUSR1)
+    fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
+    os.write(w, b"x")
+    os.kill(1, signal.SIGUSR1)
+except OSError:
+    pass
+time.sleep(0.3)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("user", ["root", None])
+async def test_r5_nobody_inside_can_say_that_memory_ran_out(box, user):
+    """Where the host counts memory it tells the agent by a signal. A workload's own, whatever it claims, ends nothing and is no oom."""
+    result = await box.run(["python3", "-c", _FORGED], user=user)
+
+    assert (result.text, result.outcome, result.oom_kills) == ("alive\n", "exited", 0), result
+
+
 async def test_r6_the_processor_is_held_to_its_quota(engine, spec, box, neighbour, enforced):
     """Four spinning loops get the time of one processor; a neighbour is served meanwhile."""
     enforced("cpus")

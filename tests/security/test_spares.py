@@ -8,6 +8,7 @@ import signal
 import pytest
 from tests import hostview, leftovers
 from tests.images import small_image
+from tests.security.test_faults import strace
 
 import untax
 
@@ -104,6 +105,23 @@ async def test_x22_one_that_died_while_it_waited_is_not_handed_out(engine, spec)
 
     assert waiting, "nothing was made ahead"
     assert hostview.parked(), "nothing is made ahead any more"
+
+
+async def test_x13_what_the_launcher_knows_of_mounts_one_failure_elsewhere_does_not_decide(tmp_path, spec, as_root):
+    """The process that makes ahead finds nothing out anew: files of what it makes have owners that a snapshot can be shared with."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    before = {process.pid for process in hostview.below(os.getpid())}
+    async with untax.Engine("namespace", state_dir=tmp_path / "state") as engine:
+        [maker] = [p for p in hostview.below(os.getpid()) if p.pid not in before and p.comm == "cell-maker"]
+        async with strace(maker.pid, "inject=mount_setattr:error=EINVAL:when=1") as struck:
+            await quiet(engine, spec)
+        assert struck
+        await quiet(engine, spec)
+        async with engine.lease(spec) as box:
+            await box.write("mine", b"1")
+            async with engine.restore(await box.snapshot()) as copy:
+                assert (await copy.shell("stat -c %u mine .")).text.split() == ["1000", "1000"]
 
 
 async def test_x4_without_a_maker_sandboxes_are_made_when_they_are_asked_for(tmp_path, spec):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests import hostview, leftovers
+from tests import hostview, leftovers, servers
 from tests.images import image_with_sshd, small_image
 
 import untax
@@ -107,11 +107,18 @@ async def test_e4_root_inside_finds_no_disk_no_port_and_no_way_to_make_one(box):
     assert "NoNewPrivs:\t1" in tried.text
 
 
-async def test_n1_there_is_no_network_but_the_loopback(box):
-    devices = await box.shell("cut -d: -f1 -s /proc/net/dev | tr -d ' '; (echo >/dev/tcp/192.0.2.1/53) 2>&1")
+async def test_n1_n2_n3_there_is_no_network_but_a_loopback_of_its_own(box):
+    """No device and no route, so no way: not to a peer, not to where clouds keep their data, and not to what listens on this machine."""
+    with servers.listener("127.0.0.1") as peer:
+        assert peer.is_reachable_from_host
+        devices = (await box.shell("cut -d: -f1 -s /proc/net/dev | tr -d ' '; tail -n +2 /proc/net/route")).text.split()
+        outside = await box.shell("echo >/dev/tcp/192.0.2.1/53")
+        host = await box.shell(f"echo >/dev/tcp/127.0.0.1/{peer.port}")
+        assert [asked for _, asked in peer.peers if asked] == []
 
-    assert devices.text.split()[0] == "lo"
-    assert "unreachable" in devices.text
+    assert devices == ["lo"]
+    assert b"unreachable" in outside.stderr
+    assert b"refused" in host.stderr
 
 
 async def test_e17_the_emulator_itself_has_no_rights(box):
@@ -142,13 +149,18 @@ async def test_r1_a_fork_bomb_meets_its_limit(vms, spec):
     assert after.text == "ok\n"
 
 
-async def test_r3_too_much_memory_ends_the_command_and_not_the_machine(vms, spec):
+async def test_r3_r4_r8_too_much_memory_ends_the_command_and_not_the_machine(vms, spec):
+    """Of the whole command, of a child of it, and as files in memory."""
     small = dataclasses.replace(spec, limits=untax.Limits(memory_mib=64))
     async with vms.lease(small) as box:
         ended = await box.run(["perl", "-e", "$x = 'x' x (300 << 20); print length $x"], timeout_s=60)
+        part = await box.shell("perl -e '$x = \"x\" x (300 << 20)'; echo after", timeout_s=60)
+        filled = await box.shell("for at in /tmp /dev/shm; do dd if=/dev/zero of=$at/x bs=1M count=300 2>&1; rm $at/x; done", timeout_s=60)
         after = await box.run(["echo", "ok"])
 
     assert ended.outcome == "oom", ended
+    assert (part.text, part.outcome, part.oom_kills) == ("after\n", "exited", 1)
+    assert filled.text.count("No space left") == 2 or filled.oom_kills, filled
     assert after.text == "ok\n"
 
 
@@ -211,7 +223,7 @@ async def test_without_an_sshd_there_is_no_incumbent_path(box):
 # ---- what fails ----
 
 
-async def test_x_a_machine_that_dies_under_its_holder_is_lost_and_says_how(vms, spec):
+async def test_x19_c9_a_machine_that_dies_under_its_holder_is_lost_and_says_how(vms, spec):
     async with vms.lease(spec) as box:
         running = asyncio.ensure_future(box.run(["sleep", "60"]))
         await box.run(["true"])

@@ -54,6 +54,7 @@ def config(wanted: Wanted) -> dict[str, Any]:
                 "agent",
                 "--stdio",
                 "--contained",
+                "--told",
                 "--user",
                 wanted.user,
                 *(part for one in wanted.own for part in ("--own", one)),

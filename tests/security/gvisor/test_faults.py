@@ -34,6 +34,18 @@ async def test_x4_a_kernel_that_dies_is_a_lost_sandbox_within_a_second(engine):
         assert box.ledger.verdict == "infra"
 
 
+async def test_x19_c9_a_sandbox_deleted_by_hand_is_lost_and_replaced(engine):
+    async with engine.lease(SPEC) as box:
+        running = asyncio.create_task(box.run(["sleep", "60"]))
+        await box.run(["true"])
+        await box.sandbox._runsc.call("delete", "--force", box.id, timeout_s=20)
+        with pytest.raises(untax.SandboxLost):
+            await asyncio.wait_for(running, 5)
+        assert box.ledger.verdict == "infra"
+    async with engine.lease(SPEC) as another:
+        assert (await another.run(["echo", "fine"])).text == "fine\n"
+
+
 async def test_x5_a_kernel_that_hangs_is_lost_at_the_deadline(engine):
     async with engine.lease(SPEC) as box:
         os.kill(kernel_of(box), signal.SIGSTOP)
@@ -64,6 +76,19 @@ async def test_x34_a_lease_that_is_cut_off_anywhere_leaves_nothing(engine):
 
 def _groups(substrate):
     return [path for tree in _gvisor_groups._trees() for path in tree.parent.glob(f"*{substrate._holding.path.name}/sbx-*")]
+
+
+async def test_an_image_without_a_shell_runs_what_it_has(engine, tmp_path):
+    """The cell needs nothing of the image; what does is told what is missing."""
+    image = tmp_path / "bare"
+    image.mkdir()
+    (image / "only").write_text("x")
+    (image / "only").chmod(0o755)
+    async with engine.lease(untax.EnvSpec(image=f"dir:{image}", isolation="gvisor")) as box:
+        await box.write("made", b"1")
+        assert (await box.run(["/only"])).exit_code == 126
+        told = await box.shell("echo hi")
+        assert (told.exit_code, told.stdout) == (127, b"")
 
 
 async def test_a_damaged_image_is_said_and_made_anew(engine, tmp_path):
