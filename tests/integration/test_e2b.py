@@ -411,3 +411,14 @@ async def test_with_a_domain_urls_are_signed_and_ports_have_names(named, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["signed", 403, "signed", "HELLO"]
+
+
+async def test_a_signal_that_is_none_is_refused(server, sandbox):
+    """Of whatever type: found by random requests."""
+    process = await sandbox.commands.run("sleep 60", background=True)
+    to = {"e2b-sandbox-id": sandbox.sandbox_id, "x-access-token": sandbox._envd_access_token}
+    async with httpx.AsyncClient(base_url=server.url, headers=to, timeout=20, trust_env=False) as client:
+        for signal in ([], {"a": 1}, None, 1.5, 11, "SIGNAL_SIGHUP"):
+            answer = await client.post("/process.Process/SendSignal", json={"process": {"pid": process.pid}, "signal": signal})
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_argument"), signal
+    assert await process.kill()
