@@ -29,6 +29,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS")
 
 HONEST = (501, 503, 507)
 NOT_THERE = (b"The sandbox was not found", b"port is not open")
+SAID_EVERY = 10_000  # requests
 _ENVELOPE = struct.Struct(">BI")
 _DEADLINE_MS = 100  # of what is started under E2B's dialect: `cat` has no other end
 
@@ -67,6 +68,12 @@ class Fuzz:
             if is_broken or not is_honest:
                 self.findings.append((*said, status, text[-500:]))
             self._mend(operation["operationId"], target, status)
+            if (number + 1) % SAID_EVERY == 0:
+                print(self.told(), file=sys.stderr, flush=True)
+
+    def told(self) -> str:
+        seen = dict(sorted(self.statuses.items()))
+        return json.dumps({"requests": self.statuses.total(), "statuses": seen, "findings": len(self.findings)})
 
     def _mend(self, operation: str, target: str, status: int) -> None:
         """What was stopped goes on, or the next command would wait for ever, as it should; what was ended is made anew."""
@@ -234,5 +241,5 @@ if __name__ == "__main__":
     fuzz.run(total)
     for one in fuzz.findings:
         print(*one, file=sys.stderr)
-    print(json.dumps({"requests": total, "statuses": dict(sorted(fuzz.statuses.items())), "findings": len(fuzz.findings)}))
+    print(fuzz.told())
     sys.exit(1 if fuzz.findings else 0)
