@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SpawnFailed, UsageError
@@ -157,16 +158,21 @@ class ContainerSandbox:
     # ---- while it lives ----
 
     async def pause(self) -> None:
-        await self._told("pause")
+        # A freezer of the first kind of control groups gives up on processes that fork just then.
+        await self._told("pause", tries=4)
 
     async def resume(self) -> None:
         await self._told("unpause")
 
-    async def _told(self, what: str) -> None:
-        try:
-            await self._api.ask("POST", f"/containers/{self.container}/{what}")
-        except Refused as exc:
-            raise SandboxLost(self.id, f"{what}: {exc}") from exc
+    async def _told(self, what: str, tries: int = 1) -> None:
+        for left in reversed(range(tries)):
+            try:
+                await self._api.ask("POST", f"/containers/{self.container}/{what}")
+                return
+            except Refused as exc:
+                is_engines = exc.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+                if not is_engines or not left:
+                    raise (BackendError if is_engines else SandboxLost)(self.id, f"{what}: {exc}") from exc
 
     async def bind_limits(self, limits: Limits) -> Sequence[Unenforced]:
         """All but the disk's, which is fixed when a container is made."""
