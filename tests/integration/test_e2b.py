@@ -411,3 +411,23 @@ async def test_with_a_domain_urls_are_signed_and_ports_have_names(named, tmp_pat
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["signed", 403, "signed", "HELLO"]
+
+
+async def test_a_signal_that_is_none_is_refused(server, sandbox):
+    """Of whatever type: found by random requests."""
+    process = await sandbox.commands.run("sleep 60", background=True)
+    to = {"e2b-sandbox-id": sandbox.sandbox_id, "x-access-token": sandbox._envd_access_token}
+    async with httpx.AsyncClient(base_url=server.url, headers=to, timeout=20, trust_env=False) as client:
+        for signal in ([], {"a": 1}, None, 1.5, 11, "SIGNAL_SIGHUP"):
+            answer = await client.post("/process.Process/SendSignal", json={"process": {"pid": process.pid}, "signal": signal})
+            assert (answer.status_code, answer.json()["code"]) == (400, "invalid_argument"), signal
+    assert await process.kill()
+
+
+async def test_a_connect_that_names_the_sandbox_in_headers_too_is_the_control_planes(server, sandbox):
+    """As SDKs of 2.10 ask; there is nothing of the kind behind envd's port."""
+    to = {"x-api-key": server.token, "e2b-sandbox-id": sandbox.sandbox_id, "e2b-sandbox-port": "49983"}
+    async with httpx.AsyncClient(base_url=server.url, headers=to, timeout=20, trust_env=False) as client:
+        answer = await client.post(f"/sandboxes/{sandbox.sandbox_id}/connect", json={"timeout": 60})
+        assert (answer.status_code, answer.json()["sandboxID"]) == (200, sandbox.sandbox_id)
+        assert (await client.post(f"/sandboxes/{sandbox.sandbox_id}/connect", headers={"x-api-key": "x"}, json={})).status_code == 401

@@ -116,7 +116,7 @@ def checked_steps(steps: object) -> list[dict[str, Any]]:
     checked = []
     for number, step in enumerate(steps, 1):
         args = step.get("args") or [] if isinstance(step, dict) else None
-        least = {"RUN": 1, "ENV": 2, "WORKDIR": 1, "USER": 1, "COPY": 2}.get(step.get("type", "")) if isinstance(step, dict) else None
+        least = {"RUN": 1, "ENV": 2, "WORKDIR": 1, "USER": 1, "COPY": 2}.get(str(step.get("type"))) if isinstance(step, dict) else None
         if (
             least is None
             or not isinstance(args, list)

@@ -25,6 +25,7 @@ from untax.core.errors import (
     PermissionDenied,
     PoolError,
     SandboxLost,
+    SpawnFailed,
     SubstrateError,
     TooLarge,
     UntaxError,
@@ -87,6 +88,7 @@ _BY_ERROR: tuple[tuple[type[UntaxError], str], ...] = (
     (ActionTimeout, "deadline_exceeded"),
     (SandboxLost, "unavailable"),
     (PoolError, "unavailable"),
+    (SpawnFailed, "resource_exhausted"),  # the sandbox stands, and has no process or memory left to start one with
     (SubstrateError, "internal"),
 )
 
@@ -104,6 +106,8 @@ def load(raw: bytes) -> Message:
         raise RpcError("resource_exhausted", f"a message of more than {MESSAGE_MAX} bytes")
     try:
         message = json.loads(raw or b"{}", parse_constant=_no_number)
+        if b"\\u" in raw:
+            json.dumps(message, ensure_ascii=False).encode()  # half a character is no text that anything could be done with
     except (ValueError, RecursionError) as exc:
         raise RpcError("invalid_argument", f"not a JSON message: {type(exc).__name__}") from None
     if not isinstance(message, dict):

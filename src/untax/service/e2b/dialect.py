@@ -24,6 +24,7 @@ from untax.service.hosting import Hosting
 
 _ID = re.compile(r"[a-z0-9]{1,64}")
 _HOST = re.compile(r"([0-9]{1,5})-([a-z0-9]{1,64})")
+_CONTROL = ("/sandboxes/", "/v2/sandboxes/")
 
 
 class E2b:
@@ -74,6 +75,8 @@ class E2b:
         if b"e2b-sandbox-id" in found:
             port = found.get(b"e2b-sandbox-port", b"")
             number = int(port) if port.isdigit() and len(port) < 6 else PORT
+            if number == PORT and scope["path"].startswith(_CONTROL):
+                return None  # SDKs of 2.10 name the sandbox and envd's port when they ask the control plane to connect, too
             return found[b"e2b-sandbox-id"].decode("latin-1"), number
         if self._domain is None or b"host" not in found:
             return None

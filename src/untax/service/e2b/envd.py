@@ -94,6 +94,11 @@ class Envd:
             raise Refused(404, "NotFound", "there is nothing at this path")
         except UntaxError as exc:
             return said(exc)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        except Exception:  # a bug here: the log says where, the client that it was one
+            log.exception("%s /%s failed", request.method, path)
+            return _json({"code": "internal", "message": "the service failed; its log says where"}, 500)
 
     def _has_token(self, sandbox: Sandbox, request: Request) -> bool:
         given = request.headers.get("x-access-token", "")

@@ -128,7 +128,8 @@ class Processes:
 
     async def send_signal(self, message: Message) -> Message:
         found = self._selected(message)
-        number = _SIGNALS.get(message.get("signal", ""))
+        signal = message.get("signal")
+        number = _SIGNALS.get(signal) if isinstance(signal, (str, int)) else None
         if number is None:
             raise RpcError("invalid_argument", "signal is not SIGNAL_SIGTERM or SIGNAL_SIGKILL")
         await found.process.signal(number, group=number == _SIGNALS["SIGNAL_SIGKILL"])

@@ -1,10 +1,11 @@
-"""Files that wait for builds: how many there may be, and for how long."""
+"""Steps that are none, and files that wait for builds: how many there may be, and for how long."""
 
 import os
 
 import pytest
 
-from untax.service.e2b.builds import Contexts
+from untax.core.errors import UsageError
+from untax.service.e2b.builds import Contexts, checked_steps
 from untax.service.errors import Refused
 from untax.service.tenants import Allowance, Tenant
 
@@ -15,6 +16,12 @@ HASHES = [digit * 64 for digit in "abc"]
 async def pieces(size: int):
     for _ in range(size >> 10):
         yield b"x" * 1024
+
+
+@pytest.mark.parametrize("kind", [["sh"], {"a": 1}, None, 1, "", "NOPE"])
+def test_a_step_of_no_known_kind_is_refused(kind):
+    with pytest.raises(UsageError):
+        checked_steps([{"type": kind, "args": ["true"]}])
 
 
 async def test_files_for_builds_are_counted_by_tenant_and_go_with_the_last_build(tmp_path):

@@ -36,6 +36,7 @@ def test_messages_are_the_same_however_their_bytes_are_cut(messages, size):
         (struct.pack(">BI", 0, 3) + b"[1]", "invalid_argument"),
         (struct.pack(">BI", 0, 3) + b"NaN", "invalid_argument"),
         (struct.pack(">BI", 0, 200_000) + b"[" * 200_000, "invalid_argument"),
+        (struct.pack(">BI", 0, 14) + b'{"a":"\\ud800"}', "invalid_argument"),
     ],
 )
 def test_what_breaks_the_framing_is_refused_with_a_code(raw, code):
@@ -61,6 +62,7 @@ def test_a_stream_that_ends_within_a_message_is_an_error():
         (errors.UsageError("x"), "invalid_argument", 400),
         (errors.SandboxLost("s", "x"), "unavailable", 503),
         (errors.Gone("x"), "not_found", 404),
+        (errors.SpawnFailed("s", "starting a process: Resource temporarily unavailable"), "resource_exhausted", 429),
     ],
 )
 def test_errors_of_ours_have_a_code_of_theirs(error, code, status):
