@@ -221,7 +221,8 @@ class Fuzz:
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
             self._connection.close()  # refused before it was read to its end
             return 400, b""
-        assert answer.status != 503 or answer.headers.get("retry-after"), (self.seed, method, target, text)
+        if answer.status == 503 and not answer.headers.get("retry-after"):
+            self.findings.append((self.seed, method, target[:300], 503, text[-500:]))
         return answer.status, text
 
 
