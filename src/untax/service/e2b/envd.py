@@ -121,6 +121,10 @@ class Envd:
                 message = await anext(messages, Message())
                 events = await _STREAMED[path](sandbox, account, message, _timeout_s(request), _ping_s(request))
                 return StreamingResponse(_enveloped(events), media_type=connect.STREAM)
+            except SandboxLost as exc:
+                if not is_streamed:
+                    return gone(sandbox.id)  # it ended while it was asked: as whoever asks a moment later is told
+                raise rpc_error(exc) from None
             except UntaxError as exc:
                 raise rpc_error(exc) from None
         except RpcError as exc:
