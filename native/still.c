@@ -20,7 +20,7 @@
 #define FREEZE_PATIENCE_NS 5000000000u  // a process that waits for its disk holds the freezer up
 #define HOLD_PATIENCE_NS 1000000000u    // for all together
 #define STOP_USUAL_NS 2000000u          // stopping a thread takes 10 µs; after this it is asked what holds it up
-#define TRACED_PATIENCE_NS 20000000u
+#define TRACED_PATIENCE_NS 500000000u   // for the exit of a process; on a busy machine it waits for its turn
 #define SPIN_NS 300000u                 // waiting for cgroup.events by poll costs milliseconds, reading it in a spin 60 µs
 #define STANDERS_MAX 16384
 #define KCMP_FILES_TYPE 2

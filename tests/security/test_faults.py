@@ -595,7 +595,6 @@ async def test_x12_input_and_output_errors_below_the_state_directory(tmp_path, a
 @pytest.mark.parametrize(
     "call",
     [
-        "mount",
         "umount2",
         "clone",
         "fsopen",

@@ -108,6 +108,8 @@ print("alive")
 @pytest.mark.parametrize("user", ["root", None])
 async def test_r5_nobody_inside_can_say_that_memory_ran_out(box, user):
     """Where the host counts memory it tells the agent by a signal. A workload's own, whatever it claims, ends nothing and is no oom."""
+    if user == "root" and os.geteuid() != 0:
+        pytest.skip("root: an ordinary user's sandboxes have one user id")
     result = await box.run(["python3", "-c", _FORGED], user=user)
 
     assert (result.text, result.outcome, result.oom_kills) == ("alive\n", "exited", 0), result
