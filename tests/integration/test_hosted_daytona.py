@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ daytona = pytest.importorskip("daytona", reason="daytona: its SDK is not install
 
 from tests import daytona_facade  # noqa: E402
 from tests.daytona_facade import Fault  # noqa: E402
+from tests.providers import check_a_box  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +33,7 @@ def options(provider):
 
 
 async def test_a_box_of_a_provider_is_a_box(options):
-    """Commands, sessions, files byte for byte and processes go over one held stream."""
-    data = os.urandom(3 << 20)
-    async with untax.Engine("hosted:daytona", **options) as engine, engine.lease() as box:
-        assert (await box.run(["sh", "-c", "printf '\\377\\0x'; exit 3"])).exit_code == 3
-        assert (await box.run(["printf", "\\377\\200"])).stdout == b"\xff\x80"
-        await box.write("big", data)
-        assert await box.read("big") == data
-        async with box.session() as bash:
-            await bash.run("cd /tmp && X=1")
-            assert (await bash.run("pwd; echo $X")).text == "/tmp\n1\n"
-        results = await asyncio.gather(*(box.run(["echo", str(number)]) for number in range(20)))
-        assert [one.text for one in results] == [f"{number}\n" for number in range(20)]
-    assert box.ledger.verdict == "trusted"
+    await check_a_box("hosted:daytona", options)
 
 
 async def test_the_incumbent_path_is_one_call_of_the_sdk(options, provider):

@@ -5,6 +5,7 @@ import os
 
 import pytest
 from tests import hosted as hosting
+from tests.providers import check_a_box
 
 import untax
 from untax import substrates
@@ -29,19 +30,7 @@ async def left(options) -> list[str]:
 
 
 async def test_a_box_of_a_provider_is_a_box(options):
-    """Commands, sessions, files byte for byte and processes go over one held stream."""
-    data = os.urandom(3 << 20)
-    async with untax.Engine("hosted:e2b", **options) as engine, engine.lease() as box:
-        assert (await box.run(["sh", "-c", "printf '\\377\\0x'; exit 3"])).exit_code == 3
-        assert (await box.run(["printf", "\\377\\200"])).stdout == b"\xff\x80"
-        await box.write("big", data)
-        assert await box.read("big") == data
-        async with box.session() as bash:
-            await bash.run("cd /tmp && X=1")
-            assert (await bash.run("pwd; echo $X")).text == "/tmp\n1\n"
-        results = await asyncio.gather(*(box.run(["echo", str(number)]) for number in range(20)))
-        assert [one.text for one in results] == [f"{number}\n" for number in range(20)]
-    assert box.ledger.verdict == "trusted"
+    await check_a_box("hosted:e2b", options)
     assert await left(options) == []
 
 

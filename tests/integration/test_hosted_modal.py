@@ -1,7 +1,6 @@
 """The hosted adapter of Modal with the real SDK, against a local server of the few calls it makes: real processes and files behind it."""
 
 import asyncio
-import os
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ modal = pytest.importorskip("modal", reason="modal: its SDK is not installed; pi
 
 from grpclib import Status  # noqa: E402
 from tests import modal_facade  # noqa: E402
+from tests.providers import check_a_box  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +31,7 @@ def options(provider, monkeypatch):
 
 
 async def test_a_box_of_a_provider_is_a_box(options):
-    """Commands, sessions, files byte for byte and processes go over one held stream."""
-    data = os.urandom(3 << 20)
-    async with untax.Engine("hosted:modal", **options) as engine, engine.lease() as box:
-        assert (await box.run(["printf", "\\377\\200"])).stdout == b"\xff\x80"
-        await box.write("big", data)
-        assert await box.read("big") == data
-        async with box.session() as bash:
-            await bash.run("cd /tmp && X=1")
-            assert (await bash.run("pwd; echo $X")).text == "/tmp\n1\n"
-        results = await asyncio.gather(*(box.run(["echo", str(number)]) for number in range(20)))
-        assert [one.text for one in results] == [f"{number}\n" for number in range(20)]
-    assert box.ledger.verdict == "trusted"
+    await check_a_box("hosted:modal", options)
 
 
 async def test_the_incumbent_path_is_one_exec_of_the_sdk(options, provider):

@@ -166,7 +166,7 @@ def test_after_a_fork_it_says_so(engine, box):
 
 @pytest.fixture
 def interruptible():
-    """Whoever starts the tests in the background has them ignore the keyboard's signal."""
+    """Python's own handler, whatever a test or a library before has put in its place."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

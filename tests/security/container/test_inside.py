@@ -23,14 +23,14 @@ SPEC = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="container")
 
 
 @pytest.fixture(scope="module", name="box")
-def _box(engine, _runner):
+def shared_box(engine, _runner):
     box = _runner.run(engine.acquire(SPEC))
     yield box
     _runner.run(box.release())
 
 
 @pytest.fixture(scope="module", name="fresh")
-def _fresh(engine, _runner):
+def fresh_box(engine, _runner):
     box = _runner.run(engine.acquire(SPEC))
     yield box
     _runner.run(box.release())
