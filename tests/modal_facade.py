@@ -72,6 +72,8 @@ class Facade:
         self.sandboxes: dict[str, Hosting] = {}
         self.faults: list[tuple[str, Status]] = []
         self.log: list[str] = []
+        self.withheld: dict[str, asyncio.Event] = {}
+        """Calls that are carried out and not answered before that."""
         self._number = 0
 
     async def end(self, sandbox_id: str) -> None:
@@ -204,7 +206,10 @@ class Facade:
                     async for piece in answer(asked):
                         await stream.send_message(piece)
                 else:
-                    await stream.send_message(await answer(asked))
+                    reply = await answer(asked)
+                    if name in self.withheld:
+                        await self.withheld[name].wait()
+                    await stream.send_message(reply)
             except untax.UntaxError as exc:
                 raise GRPCError(Status.NOT_FOUND, str(exc)) from exc
 

@@ -108,12 +108,14 @@ async def test_what_a_dead_engine_left_is_removed_and_what_a_living_one_has_is_n
 async def test_a_create_that_nobody_waits_for_leaves_no_sandbox(options, provider, monkeypatch):
     monkeypatch.setattr(_hosted, "_UNDO_S", (0.0, 0.1))
     substrate = substrates.load("hosted:modal", **options)
+    monkeypatch.setitem(provider.withheld, "SandboxCreateV2", asyncio.Event())
     making = asyncio.ensure_future(substrate.create(untax.EnvSpec(isolation="namespace")))
-    while "SandboxCreateV2" not in provider.log[-1:]:
+    while not provider.sandboxes:
         await asyncio.sleep(0.005)
     making.cancel()
     with pytest.raises(asyncio.CancelledError):
         await making
+    provider.withheld["SandboxCreateV2"].set()
     await substrate.aclose()
 
 

@@ -434,11 +434,19 @@ async def test_c13_an_images_own_machine_id_is_no_sandboxs(tmp_path):
         assert first == second and len(bytes.fromhex(first)) == 16
         return first
 
+    async def is_pristine(box):
+        """Soon: one of the cell's own processes that is just ending cannot be told from another's."""
+        for _ in range(40):
+            if await box._sandbox.is_pristine():
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
     async with untax.Engine(state_dir=tmp_path / "state") as engine:
         async with engine.lease(untax.EnvSpec(image=f"dir:{small_directory()}", user=WORST)) as plain:
-            provable = await plain._sandbox.is_pristine()  # not for every ordinary user
+            provable = await is_pristine(plain)  # not for every ordinary user
         async with engine.lease(spec) as box:
-            assert await box._sandbox.is_pristine() == provable  # nothing of it counts as a change
+            assert await is_pristine(box) == provable  # nothing of it counts as a change
             told += [await own(box), (await box.read("/built")).decode().strip()]
             assert (await box.stat("/etc/machine-id")).mode & 0o777 == 0o444
             written = await box.shell("echo 0 >/etc/machine-id || rm -f /etc/machine-id || chmod 777 /etc/machine-id", merge=True)

@@ -16,7 +16,7 @@ from untax.channel.blocking import BlockingChannel
 from untax.channel.call import Call
 from untax.channel.client import Channel
 from untax.channel.replies import Entry, ProcessInfo, SearchResult, TreeSize
-from untax.core.errors import NoWorker
+from untax.core.errors import NoWorker, SandboxLost
 from untax.core.ledger import Ledger
 from untax.core.result import CommandResult
 from untax.core.root import ImageConfig
@@ -280,6 +280,8 @@ class Box:
         try:
             value = direct(channel.blocking)
         except BaseException as exc:
+            if isinstance(exc, SandboxLost):
+                self._loop.catch_up()  # only there it is known why, for one whose lease has ended
             inner._failed(name, start_ns, cast("Channel", channel), exc)
             raise
         inner._ledger.record(_record(name, start_ns, inner._clock(), value))

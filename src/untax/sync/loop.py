@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Coroutine
@@ -56,6 +57,15 @@ class Loop:
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
+
+    def catch_up(self) -> None:
+        """Wait until all that was passed to `call_soon` before has been done; not at all where that is impossible."""
+
+        async def nothing() -> None:
+            pass
+
+        with contextlib.suppress(UntaxError):
+            self.run(nothing())
 
     def close(self) -> None:
         if not self._loop.is_closed():
