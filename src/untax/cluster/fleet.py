@@ -275,6 +275,8 @@ class Fleet(Leasing):
         except (BackendError, PoolClosed) as exc:
             log.warning("node %s does not answer: %s", member.name, exc)
             return
+        except UsageError as exc:
+            raise terms.stranger(self.name, member, exc) from exc
         self._nodes[member.key] = node
 
     def _made(self, member: Member, *, is_here: bool) -> NodeEngine:
