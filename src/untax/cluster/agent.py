@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import untax
+from untax.cluster.reaper import Reaper
 from untax.cluster.terms import Member
 from untax.cluster.trust import Identity, pinned
 from untax.core.errors import UsageError
@@ -119,6 +120,7 @@ class Agent:
         ensure_private_dir(state)
         self._hold(stack, state)
         place = _place(stack, state, plan.name)
+        stack.callback(Reaper(plan.substrate, state, place).done)
         engine = Engine(plan.substrate, state_dir=state, **plan.options)
         await engine.start()
         stack.push_async_callback(engine.aclose)
