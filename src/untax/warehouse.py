@@ -161,11 +161,17 @@ class Warehouse:
 
         return await asyncio.to_thread(work)
 
+    async def stage_keys(self) -> frozenset[str]:
+        """Of all stages in the store."""
+        if self._opened is None or self._grounds is None:
+            return frozenset()
+        return frozenset(record.key for record in await asyncio.to_thread(self.store.stages))
+
     async def missing(self, keys: Collection[str]) -> frozenset[str]:
         """Those of some stages that were here and are in the store no more."""
         if self._opened is None or self._grounds is None:
             return frozenset()
-        there = await asyncio.to_thread(lambda: {record.key for record in self.store.stages()})
+        there = await self.stage_keys()
         return frozenset(key for key in keys if key not in there)
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None) -> Prepared:
