@@ -226,8 +226,8 @@ class Engine(Leasing):
         self._check_running()
         return self.pooling.status()
 
-    async def ladder(self, spec: EnvSpec) -> tuple[Stage, ...]:
-        """The stages that a lease of `spec` needs in place, lowest first, as they are known here."""
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The stages that a lease of `spec` needs in place, lowest first, as they are known here, and the keys of those that are."""
         self._check_running()
         return await self.pooling.ladder(checked(self.substrate, spec, Bindings()).spec)
 

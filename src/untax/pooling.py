@@ -357,10 +357,11 @@ class Pooling:
 
         self.driver.changed = both
 
-    async def ladder(self, spec: EnvSpec) -> tuple[Stage, ...]:
-        """The rungs of a spec as this node knows them."""
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The rungs of a spec as this node knows them, and the keys of those that are in place."""
         known = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))
-        return known if known is not None else await self._ladder(spec)
+        stages = known if known is not None else await self._ladder(spec)
+        return stages, frozenset(stage.key for stage in stages) & self.driver.known_stages
 
     async def know_store(self) -> None:
         """Stages that lie in the store from before are known without anybody having asked for them."""

@@ -199,7 +199,7 @@ async def test_a_server_is_watched_over_a_websocket_as_over_its_socket(server):
     async with untax.connect(server.url, token=server.token) as remote:
         watch = asyncio.ensure_future(remote.watch(told))
         try:
-            top = (await remote.ladder(spec))[-1].key
+            top = (await remote.ladder(spec))[0][-1].key
             await seen(lambda: view.isolation == "namespace" and view.leased == 0)
             assert top not in view.stored
             await remote.warm(spec, 1)

@@ -1,7 +1,7 @@
 """How a lease finds its node: rank what is known, ask the best, and the next when that one refuses. Nobody else is asked on the way.
 
-The nodes come and go with `follow` and `leave`; each that is followed says what changes there (`RemoteEngine.watch`), and one whose word ends
-without being asked to is told to `on_lost`.
+The nodes come and go with `follow` and `leave`; each that is followed says what changes there (`RemoteEngine.watch`). One that does not answer
+is not asked for leases until it does again.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from untax.cluster.view import Claim, Views
+from untax.cluster.view import Views
 from untax.core.errors import (
     BackendError,
     CreateError,
@@ -22,6 +23,7 @@ from untax.core.errors import (
     PoolClosed,
     PoolTimeout,
     StageUnavailable,
+    SubstrateError,
     SubstrateUnavailable,
     UntaxError,
     UsageError,
@@ -38,12 +40,14 @@ log = logging.getLogger("untax.fleet")
 _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, before one of them is waited for
 _LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slower is placed without
 _LEAST_WAIT_S = 0.001
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
 _ELSEWHERE = (
     BackendError,
     CreateError,
     LeaseRefused,
     PoolClosed,
     StageUnavailable,
+    SubstrateError,
     SubstrateUnavailable,
 )  # what another node may do better
 
@@ -71,12 +75,16 @@ class Placing:
         self.views.joined(node, isolation=engine.substrate.isolation, link_s=engine.link_s)
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
 
-    def leave(self, node: str) -> None:
-        """It takes no more; what was leased of it lives on."""
-        followed = self._nodes.pop(node, None)
-        if followed is not None:
+    def leave(self, node: str, engine: RemoteEngine | None = None) -> None:
+        """It takes no more, if it is still that engine's; what was leased of it lives on."""
+        followed = self._nodes.get(node)
+        if followed is not None and engine in (None, followed.engine):
+            del self._nodes[node]
             followed.watching.cancel()
-        self.views.left(node)
+            self.views.left(node)
+
+    def engine(self, node: str) -> RemoteEngine:
+        return self._nodes[node].engine
 
     async def aclose(self) -> None:
         tasks = [*(one.watching for one in self._nodes.values()), *(task for task, _ in self._learning.values())]
@@ -88,75 +96,84 @@ class Placing:
             await asyncio.wait(tasks)
 
     async def _watch(self, node: str, engine: RemoteEngine) -> None:
-        try:
-            await engine.watch(lambda part: self.views.told(node, part))
-        except UntaxError as exc:
-            log.info("node %s: %s", node, exc)
-            if (followed := self._nodes.get(node)) is not None and followed.engine is engine:
-                self.leave(node)
+        """As long as it is followed: a node that was out of reach may answer again."""
+        delay_s = _FIRST_RETRY_S
+
+        def told(part: Mapping[str, Any]) -> None:
+            nonlocal delay_s
+            delay_s = _FIRST_RETRY_S
+            self.views.told(node, part)
+
+        while True:
+            try:
+                await engine.watch(told)
+            except UntaxError as exc:
+                log.info("node %s: %s", node, exc)
+                self.views.lost(node, str(exc))
                 if self._on_lost is not None:
                     self._on_lost(node, exc)
+                if not isinstance(exc, BackendError):
+                    return  # closed, or not one for us
+            await asyncio.sleep(delay_s)  # nothing tells when somebody begins to listen there
+            delay_s = min(2 * delay_s, _LAST_RETRY_S)
 
     # ---- leases ----
 
     async def fulfil(self, request: Request) -> RemoteBox:
         """A box for a checked request that begins with its spec's own stages, on the node that is closest to it.
 
-        `PoolTimeout` when none was free in time; `SubstrateUnavailable` or `UsageError` when none could be, with what each lacks.
+        `PoolTimeout` when none was free in time; `SubstrateUnavailable` or `UsageError` when none could be, with what each lacks; what the last node
+        failed with when none did better.
         """
         began_s = time.monotonic()
         spec = request.spec
-        if self.views.ladder(spec) is None or self.views.unasked(spec):
-            await self._learn(spec)
-        tried: list[tuple[str, str]] = []
-        asked: set[str] = set()
+        tried: dict[str, UntaxError] = {}
         full = 0
-        while True:
-            ranked = [one for one in self._ranked(spec) if one.node not in asked]
-            if not ranked or full >= _MOST_FULL:
-                return await self._waited(request, began_s, tried)
-            best = ranked[0]
-            asked.add(best.node)
+        while full < _MOST_FULL:
+            best = next((one for one in await self.ranked(spec) if one.node not in tried), None)
+            if best is None:
+                break
             full += best.is_full
             try:
                 return await self._ask(best, _in_time(request, began_s), tried, may_refuse=True)
             except _ELSEWHERE as exc:
-                tried.append((best.node, f"{exc}"))
                 log.debug("node %s gave no lease: %s", best.node, exc)
+                tried[best.node] = exc
+        return await self._wait(request, began_s, tried)
 
-    async def _waited(self, request: Request, began_s: float, tried: list[tuple[str, str]]) -> RemoteBox:
-        """All that have no room have said so: the lease waits where the line is shortest."""
-        ranked = self._ranked(request.spec)
-        if not ranked:
-            raise self._nowhere(request.spec, tried)
-        refused = {node for node, _ in tried}
-        best = next((one for one in ranked if one.is_full), next((one for one in ranked if one.node not in refused), ranked[0]))
-        return await self._ask(best, _in_time(request, began_s), tried, may_refuse=False)
+    async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
+        """Nobody has room, and all who might have said so: the lease waits where the line is shortest."""
+        waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
+        best = next((one for one in await self.ranked(request.spec) if one.is_full or one.node in waitable), None)
+        if best is not None:
+            return await self._ask(best, _in_time(request, began_s), tried, may_refuse=False)
+        failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
+        if failures:
+            raise named(*failures[-1])
+        raise self._nowhere(request.spec, tried)
 
-    async def _ask(self, ranked: Ranked, request: Request, tried: list[tuple[str, str]], *, may_refuse: bool) -> RemoteBox:
+    async def _ask(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> RemoteBox:
         engine = self._nodes[ranked.node].engine
         claim = self.views.claim(ranked)
         try:
             box = await engine.fulfil(request, may_refuse=may_refuse)
         except BaseException as exc:
-            self._failed(claim, exc)
+            self.views.failed(claim, exc if isinstance(exc, _ELSEWHERE) else None)
             raise
         self.views.came(claim, link_s=engine.link_s)
         if box.ledger.wanted:
             self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
-        box.ledger.placed = Placed(ranked.node, ranked.why, tuple(tried))
+        box.ledger.placed = Placed(ranked.node, ranked.why, tuple((node, str(exc)) for node, exc in tried.items()))
         return box
 
-    def _failed(self, claim: Claim, exc: BaseException) -> None:
-        self.views.failed(claim, exc if isinstance(exc, _ELSEWHERE) else None)
+    async def ranked(self, spec: EnvSpec) -> list[Ranked]:
+        """Where a lease of `spec` could go now, best first."""
+        if self.views.ladder(spec) is None or self.views.unasked(spec):
+            await self._learn(spec)
+        return self.views.rank(spec) if self.views.ladder(spec) is not None else []
 
-    def _ranked(self, spec: EnvSpec) -> list[Ranked]:
-        if self.views.ladder(spec) is None:
-            raise self._nowhere(spec, [])
-        return self.views.rank(spec)
-
-    def _nowhere(self, spec: EnvSpec, tried: Sequence[tuple[str, str]]) -> UntaxError:
-        reasons = {**dict(tried), **self.views.left_out(spec)}
+    def _nowhere(self, spec: EnvSpec, tried: Mapping[str, UntaxError]) -> UntaxError:
+        reasons = {node: str(exc) for node, exc in tried.items()} | self.views.left_out(spec)
         said = "; ".join(f"node {node}: {reason}" for node, reason in sorted(reasons.items())) or "no node is in it"
         views = [view for node in self.views.nodes if (view := self.views.view(node)) is not None]
         if views and all(spec.limits.memory_mib > view.most_mib for view in views):
@@ -204,9 +221,9 @@ class Placing:
         if followed is None:
             return
         with contextlib.suppress(BackendError, PoolClosed):
-            stages = await followed.engine.ladder(spec)
-            if node in self._nodes:
-                self.views.learnt(spec, node, stages)
+            stages, present = await followed.engine.ladder(spec)
+            self.views.learnt(spec, node, stages)
+            self.views.told(node, {"stored": [key.partition("~")[0] for key in present]})
 
 
 def _in_time(request: Request, began_s: float) -> Request:
@@ -216,3 +233,13 @@ def _in_time(request: Request, began_s: float) -> Request:
     if left_s <= 0:
         raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}: every node was asked; allow more time, or add nodes")
     return replace(request, wait_s=max(_LEAST_WAIT_S, left_s))
+
+
+def named(node: str, exc: UntaxError) -> UntaxError:
+    """The same, with the node in its words."""
+    where = f"node {node}: "
+    if isinstance(exc, StageUnavailable):
+        return StageUnavailable(exc.stage, where + exc.message, exc.log)
+    if isinstance(exc, SubstrateError):
+        return type(exc)(exc.sandbox_id, where + exc.message)
+    return type(exc)(where + str(exc))

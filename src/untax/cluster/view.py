@@ -28,7 +28,7 @@ _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
 _USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to be usual
 _MOST_LADDERS = 4096
 
-_NUMBERS = ("starting", "most_starting", "waiting", "leased", "cpus", "busy")
+_NUMBERS = ("most_starting", "waiting", "cpus", "busy")
 _BOUNDS = ("free_sandboxes", "free_mib", "most_mib")
 _Asked = tuple[Recipe, Limits, str | None, str | None]
 
@@ -52,7 +52,7 @@ class _Node:
         self.view = view
         self.idle: dict[str, int] = {}
         self.building: dict[str, float] = {}
-        self.starting = 0
+        self.starting = self.leased = 0
         self.claims: list[Claim] = []
         self.refusals = 0
         self.avoided_until_s = -math.inf
@@ -81,8 +81,7 @@ class _Node:
             view.isolation = str(part["isolation"])
         if "is_draining" in part:
             view.is_draining = part["is_draining"] is True
-        if "starting" in part:
-            self.starting = view.starting
+        self.starting, self.leased = int(part.get("starting", self.starting)), int(part.get("leased", self.leased))
         if "free_sandboxes" in part or "free_mib" in part:
             self.avoided_until_s = -math.inf  # what it refused for is another now
         self.is_told = True
@@ -96,6 +95,7 @@ class _Node:
         view.idle = dict(self.idle) if claims else self.idle
         view.building = dict(self.building) if claims else self.building
         view.starting = self.starting
+        view.leased = self.leased + len(claims)
         for claim in claims:
             if claim.key is not None:
                 view.idle[claim.key] = view.idle.get(claim.key, 0) - 1
@@ -129,6 +129,11 @@ class Views:
         for known in self._ladders.values():
             known.pop(node, None)
 
+    def lost(self, node: str, why: str) -> None:
+        """It does not answer; not asked until it says something of itself again."""
+        if node in self._nodes:
+            self._nodes[node].view.trouble = f"it does not answer: {why}"
+
     def drained(self, node: str) -> None:
         """It takes no new leases."""
         if node in self._nodes:
@@ -148,6 +153,7 @@ class Views:
             self._usual.hear(by_name, by_key, weight=_USUAL_WEIGHT)
         except (AttributeError, TypeError, ValueError) as exc:
             raise ProtocolError(f"a view of node {node} that is none: {exc!r}") from exc
+        one.view.trouble = ""
         one.settle(now_s - _SETTLED_S - 2 * one.view.link_s)
         one.correct()
 
@@ -172,10 +178,12 @@ class Views:
         known = self._ladders.get(_asked(spec), {})
         if any(all(stage.is_portable for stage in stages) for stages in known.values()):
             return []
-        return [node for node, one in self._nodes.items() if node not in known and not one.view.is_draining]
+        return [node for node, one in self._nodes.items() if node not in known and not one.view.is_draining and not one.view.trouble]
 
     def learnt(self, spec: EnvSpec, node: str, stages: tuple[Stage, ...]) -> None:
         """Which stages `node` puts in place for a spec: it was asked, or a lease has shown."""
+        if node not in self._nodes:
+            return
         key = _asked(spec)
         known = self._ladders.get(key)
         if known is None:

@@ -53,6 +53,8 @@ class NodeView:
     """As it measured them itself."""
     link_s: float = 0.0
     is_draining: bool = False
+    trouble: str = ""
+    """Why it cannot be asked at all, in words."""
     avoided_s: float = 0.0
     """How much longer it is taken to be of no use, because it refused."""
 
@@ -95,6 +97,8 @@ class Ranked:
 
 def unfit(view: NodeView, *, isolation: str, memory_mib: float) -> str | None:
     """Why a node cannot take a lease at all, in words; None when it can, if only later."""
+    if view.trouble:
+        return view.trouble
     if view.is_draining:
         return "it is draining"
     if not is_as_strong(view.isolation, as_required=isolation):

@@ -171,12 +171,13 @@ class RemoteEngine(Leasing):
             raise ProtocolError("a pool's status that is none")
         return found
 
-    async def ladder(self, spec: EnvSpec) -> tuple[Stage, ...]:
-        """The stages that a lease of `spec` needs in place, lowest first, as the server knows them."""
-        stages = (await self.ask("ladder", spec=checked(self.offer, spec, Bindings()).spec)).get("stages")
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The stages that a lease of `spec` needs in place, lowest first, as the server knows them, and the keys of those that are."""
+        answer = await self.ask("ladder", spec=checked(self.offer, spec, Bindings()).spec)
+        stages, present = answer.get("stages"), answer.get("present")
         if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
             raise ProtocolError("the stages of a spec that are none")
-        return stages
+        return stages, frozenset(map(str, present)) if isinstance(present, tuple) else frozenset()
 
     async def watch(self, told: Part) -> None:
         """Be told what the server has idle, stored and starting: all of it at once, then what changes (`docs/serve.md`). Lasts until it is

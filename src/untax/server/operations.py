@@ -219,7 +219,8 @@ class Operations:
 
     async def op_ladder(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         owner.gate.admit(args.spec())
-        return Outcome({"stages": await self._engine.ladder(args.spec())})
+        stages, present = await self._engine.ladder(args.spec())
+        return Outcome({"stages": stages, "present": sorted(present)})
 
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         return Outcome({"pools": owner.gate.shown(self._engine.pools())})

@@ -38,7 +38,16 @@ def views(clock):
 
 
 def told(**more):
-    return {"whole": True, "idle": {}, "stored": [stage.key for stage in STAGES], "starting": 0, "most_starting": 4, "leased": 0, **more}
+    return {
+        "whole": True,
+        "idle": {},
+        "stored": [stage.key for stage in STAGES],
+        "starting": 0,
+        "most_starting": 4,
+        "leased": 0,
+        "cpus": 8,
+        **more,
+    }
 
 
 def test_what_is_told_is_put_together(views):
