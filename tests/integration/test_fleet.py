@@ -1,6 +1,8 @@
 """`untax.Fleet` over Ray nodes at loopback addresses of their own: one cluster for all of this module."""
 
 import asyncio
+import dataclasses
+import json
 import os
 import pickle
 from pathlib import Path
@@ -114,3 +116,32 @@ def test_what_a_program_leaves_behind_when_its_fleet_closes(cluster, tmp_path):
 
 def _mounts_below(path: Path) -> list[str]:
     return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(path) in line]
+
+
+async def test_every_agent_knows_the_others_and_answers_for_all_with_the_fleets_token_only(fleet):
+    from untax.cluster.node import _address
+    from untax.remote.get import get
+
+    ticket = fleet._ticket
+    for member in fleet.members:
+        address = _address(member, ticket)
+        for _ in range(100):  # they are told a moment after the clients
+            text = (await get(address, "/fleet/metrics", timeout_s=5)).decode()
+            if text.count("untax_node_up{") == len(fleet.members):
+                break
+            await asyncio.sleep(0.05)
+        assert text.count("untax_node_up{") == len(fleet.members), text
+        with pytest.raises(untax.UntaxError):
+            await get(dataclasses.replace(address, token="x" * 43), "/fleet/metrics", timeout_s=5)
+
+
+async def test_a_token_that_does_not_fit_is_refused_with_the_node_and_the_remedy(fleet):
+    ticket = json.loads(fleet.ticket())
+    stranger = untax.Fleet.from_ticket(json.dumps({**ticket, "token": "x" * 43}))
+    with pytest.raises(untax.UsageError, match=r"node 127\.0\.0\.\d: .* handle"):
+        await stranger.start()
+    from untax.cluster.trust import Trust
+
+    other = untax.Fleet.from_ticket(json.dumps({**ticket, "authority": Trust.new("untax").authority.certificate}))
+    with pytest.raises(untax.UsageError, match=r"node 127\.0\.0\.\d: .* handle"):
+        await other.start()

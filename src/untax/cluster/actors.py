@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -31,8 +31,6 @@ _LOOK_S = 1.0
 _AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
 _END_S = 30.0  # for an agent to give everything back
 _CALLS = 10_000  # at once: every client waits for changes
-
-T = TypeVar("T")
 
 
 def keeper_name(fleet: str) -> str:
@@ -70,6 +68,11 @@ class NodeActor:
                 self._watching = asyncio.ensure_future(self._watch_keeper())
         assert self._agent.member is not None
         return {"member": self._agent.member.to_data()}
+
+    async def meet(self, roll: str) -> None:
+        """Who is in the fleet from here on."""
+        if self._agent is not None:
+            self._agent.meet(Roll.from_json(roll).members)
 
     async def forever(self) -> None:
         """Returns only by failing, with the actor's death."""
@@ -131,8 +134,9 @@ class Keeper:
         self._version = 0
         self._changed = asyncio.Event()
         self._is_ending = False
-        self._looking = asyncio.ensure_future(self._look())
         self._first = asyncio.Event()
+        self._looking = asyncio.ensure_future(self._look())
+        self._spreading = asyncio.ensure_future(self._spread())
 
     # ---- for clients ----
 
@@ -186,6 +190,7 @@ class Keeper:
         """End every agent, and what they hold. The keeper itself is its caller's to kill."""
         self._is_ending = True
         self._looking.cancel()
+        self._spreading.cancel()
         nodes = list(self._nodes.values())
         for node in nodes:
             if node.tending is not None:
@@ -242,7 +247,14 @@ class Keeper:
             if trouble := version_trouble(version, untax.__version__) or skew_trouble(asked_s, said_s, time.time()):
                 ray.kill(node.actor)
                 return trouble
-            post = Post(node.node_id, node.name, node.address, self._trust.token, self._trust.identity_for(node.address))
+            post = Post(
+                node.node_id,
+                node.name,
+                node.address,
+                self._trust.token,
+                self._trust.authority.certificate,
+                self._trust.identity_for(node.address),
+            )
             said = await node.actor.begin.remote(self._plan, post)
             if "refused" in said:
                 ray.kill(node.actor)
@@ -306,6 +318,16 @@ class Keeper:
 
     # ---- telling ----
 
+    async def _spread(self) -> None:
+        """Tell the agents who else there is, after each change."""
+        told = 0
+        while True:
+            while self._version == told:
+                await self._changed.wait()
+            roll = self._roll()
+            told = roll.version
+            await asyncio.gather(*(_told(node.actor, roll.to_json()) for node in self._nodes.values() if node.member is not None))
+
     def _roll(self) -> Roll:
         nodes = list(self._nodes.values())
         return Roll(
@@ -318,6 +340,13 @@ class Keeper:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+async def _told(actor: Any, roll: str) -> None:
+    try:
+        await actor.meet.remote(roll)
+    except RayError as exc:
+        log.debug("an agent was not told who is in the fleet: %s", exc)
 
 
 async def _closed(agent: Agent | None) -> None:

@@ -9,14 +9,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import untax
 from untax.cluster.terms import Member
-from untax.cluster.trust import Identity
+from untax.cluster.trust import Identity, pinned
 from untax.core.errors import UsageError
 from untax.core.spec import Limits
 from untax.engine import Engine
@@ -29,6 +29,7 @@ from untax.server.sole import only_server
 from untax.server.unix import UnixListener
 from untax.service.admission import Admission
 from untax.service.app import build
+from untax.service.fleet import Peer, Peers
 from untax.service.held import take_over
 from untax.service.hosting import Hosting, Settings
 from untax.service.listen import Address, HttpListener
@@ -62,6 +63,8 @@ class Post:
     name: str
     address: str
     token: str = field(repr=False)
+    authority: str = field(repr=False)
+    """The certificate by which the other agents are known."""
     identity: Identity
 
 
@@ -87,6 +90,11 @@ class Agent:
         await self._stack.aclose()
 
     # ---- for whoever keeps the fleet ----
+
+    def meet(self, members: Sequence[Member]) -> None:
+        """These are in the fleet from here on, this node among them."""
+        if self._hosting is not None and self._hosting.fleet is not None:
+            self._hosting.fleet.meet([Peer(one.node_id, one.name, one.url, one.is_draining) for one in members])
 
     @property
     def leases(self) -> int:
@@ -148,6 +156,7 @@ class Agent:
         address.check_safe(has_tokens=True, any_key=False)
         tenants = Tenants([(Tenant("fleet", _everything(), is_trusted=True), digest(self._post.token))])
         self._hosting = hosting = Hosting(engine, tenants, Settings(admission=_anything()), owners=service)
+        hosting.fleet = Peers(self._post.token, pinned(self._post.authority))
         listener = HttpListener(build(hosting), address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)

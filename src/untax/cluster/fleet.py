@@ -277,6 +277,8 @@ class Fleet(Leasing):
         except (BackendError, PoolClosed) as exc:
             log.warning("node %s does not answer: %s", member.name, exc)
             return
+        except UsageError as exc:
+            raise terms.stranger(self.name, member, exc) from exc
         self._nodes[member.key] = node
         node.label = self._label(member)
         if node.is_here:

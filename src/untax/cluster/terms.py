@@ -204,6 +204,13 @@ def down(name: str) -> PoolClosed:
     return PoolClosed(f"the fleet {name!r} was taken down; bring it up again with untax.Fleet() or `untax fleet up`, and get a new handle")
 
 
+def stranger(name: str, member: Member, exc: UsageError) -> UsageError:
+    return UsageError(
+        f"node {member.name}: {exc}. This handle is not of the fleet {name!r} that runs there now: get a new handle of it "
+        "(Fleet.current(), or from the program that brought it up); if it is a new one, set this machine's clock"
+    )
+
+
 def nobody(name: str, refusals: Iterable[Refusal]) -> SubstrateUnavailable:
     reasons = "; ".join(str(one) for one in refusals)
     return SubstrateUnavailable(
