@@ -363,6 +363,11 @@ class Pooling:
         stages = known if known is not None else await self._ladder(spec)
         return stages, frozenset(stage.key for stage in stages) & self.driver.known_stages
 
+    @property
+    def filled(self) -> float:
+        """The share of the store's budget that is taken, as it was when it was last looked at; 0 without one."""
+        return self._engine.warehouse.filled
+
     async def know_store(self) -> None:
         """Stages that lie in the store from before are known without anybody having asked for them."""
         self.driver.stored(await self._engine.warehouse.stage_keys())

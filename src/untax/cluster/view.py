@@ -28,7 +28,7 @@ _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
 _USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to be usual
 _MOST_LADDERS = 4096
 
-_NUMBERS = ("most_starting", "waiting", "cpus", "busy")
+_NUMBERS = ("most_starting", "waiting", "cpus", "busy", "filled")
 _BOUNDS = ("free_sandboxes", "free_mib", "most_mib")
 _Asked = tuple[Recipe, Limits, str | None, str | None]
 

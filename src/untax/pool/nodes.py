@@ -4,8 +4,9 @@ A node's view is what it last said of itself: what is idle and how warm, which l
 measured to cost; and what whoever asks knows of it: how far away it is, whether it refused a moment ago. All of it may be outdated
 by the time the lease gets there. So the answer is not one node but all that could take it, best first: the next is asked when one refuses.
 
-Ways that differ by less than anybody could measure are equal. Among equals the node with fewer leases for each of its processors comes
-first, then the caller's own, then a fixed order that differs from caller to caller, so that many who ask at once do not all go to one.
+Ways that differ by less than anybody could measure are equal. Among equals comes first, where stages are to be built, the node with more room for them,
+so that one does not evict what others would have had room for; then the one with fewer leases for each of its processors; then the
+caller's own; then a fixed order that differs from caller to caller, so that many who ask at once do not all go to one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from untax.pool.placement import Choice, Fleet, Node, choose
 
 # Learnt costs of equal nodes differ by about this much from run to run: a warm lease by tenths of a millisecond, longer steps by a tenth.
 _EQUAL_S, _EQUAL_SHARE = 0.0005, 0.1
+# A lease is for what runs in it afterwards: on a node where work waits for a processor by so much more than on the idlest one, that takes longer by
+# this share of the seconds that the commands of a rollout take (a T2 episode's: about five).
+_BUSIER, _ACTING_S = 0.3, 5.0
 
 
 @dataclass(slots=True)
@@ -44,6 +48,8 @@ class NodeView:
     cpus: int = 1
     busy: float = 0.0
     """The share of its time that work waits for a processor."""
+    filled: float = 0.0
+    """How much of the room for layers is taken; 0 where there is no bound."""
     free_sandboxes: float = math.inf
     """How many more could be leased, with what is idle out of the way and those who wait served."""
     free_mib: float = math.inf
@@ -125,11 +131,13 @@ def rank(
     `here` is the caller's own node. `usual` is what steps cost elsewhere, for those that a node has not measured. `chains` has the rungs as single
     nodes know them: what exists on one machine only has another key on each. `salt` is the caller's own, for the order among equals.
     """
+    fit = [view for view in views if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
+    idlest = min((view.busy for view in fit), default=0.0)
     found = []
-    for view in views:
-        if unfit(view, isolation=isolation, memory_mib=memory_mib) is None:
-            rungs = chains.get(view.node, wanted) if chains else wanted
-            found.append(_way(rungs, view, memory_mib, now_s, usual))
+    for view in fit:
+        rungs = chains.get(view.node, wanted) if chains else wanted
+        more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S
+        found.append(_way(rungs, view, memory_mib, now_s, usual, more_s))
     return _ordered(found, here, salt)
 
 
@@ -138,11 +146,11 @@ def rank(
 _Found = tuple[NodeView, Choice, float, bool]
 
 
-def _way(wanted: Sequence[Stage], view: NodeView, memory_mib: float, now_s: float, usual: Costs | None) -> _Found:
+def _way(wanted: Sequence[Stage], view: NodeView, memory_mib: float, now_s: float, usual: Costs | None, more_s: float) -> _Found:
     choice = choose(wanted, _One(view, wanted[0]), _OfNode(view, usual, now_s))
     assert choice is not None  # nothing keeps one from being created from nothing
     is_full = choice.kind != "exact" and (view.free_sandboxes < 1 or memory_mib > view.free_mib)
-    return view, choice, choice.expected_s + view.avoided_s, is_full
+    return view, choice, choice.expected_s + more_s, is_full
 
 
 class _One(Fleet):
@@ -208,10 +216,10 @@ def _ordered(found: list[_Found], here: str | None, salt: str) -> list[Ranked]:
     equal_s = best_s * (1.0 + _EQUAL_SHARE) + _EQUAL_S
 
     def key(one: _Found) -> tuple[object, ...]:
-        view, _, expected_s, is_full = one
+        view, choice, expected_s, is_full = one
         lot = crc32(f"{salt} {view.node}".encode())
         if not is_full and expected_s <= equal_s:
-            return (0, view.crowd, view.node != here, view.link_s, lot, view.node)
+            return (0, round(view.filled, 1) if choice.missing else 0.0, view.crowd, view.node != here, view.link_s, lot, view.node)
         if not is_full:
             return (1, expected_s, view.crowd, view.node != here, lot, view.node)
         return (2, (view.waiting + 1) / max(1, view.leased), expected_s, view.node != here, lot, view.node)

@@ -162,6 +162,7 @@ class Views:
             "leased": sum(state.leased for state in states),
             "cpus": os.cpu_count() or 1,
             "busy": self._busy(),
+            "filled": max((round(pooling.filled, 2) for pooling in self._poolings), default=0.0),
             "free_sandboxes": _finite(max((entries for entries, _ in rooms), default=math.inf)),
             "free_mib": _finite(max((mib for _, mib in rooms), default=math.inf)),
             "most_mib": _finite(max((one.memory_mib for one in options), default=math.inf)),

@@ -89,6 +89,23 @@ def test_the_callers_own_node_takes_no_more_than_its_share():
     assert rank(DEPS_A, views, here="here")[0].node == "here"
 
 
+def test_what_is_to_be_built_is_built_where_there_is_room_for_it():
+    """One node does not evict what another would have had room for; what is there already is used where it is."""
+    views = [view("here", filled=0.9), view("there", filled=0.2)]
+
+    assert rank(DEPS_A, views, here="here")[0].node == "there"
+    for one in views:
+        one.stored = {stage.key for stage in DEPS_A}
+    assert rank(DEPS_A, views, here="here")[0].node == "here"
+
+
+def test_a_machine_much_busier_than_the_others_is_not_worth_the_seconds_that_it_saves():
+    views = [view("busy", stored=DEPS_A, busy=0.9), view("idle", stored=DEPS_A[:3], costs=measured(deps=0.5))]
+    assert rank(DEPS_A, views)[0].node == "idle"
+    views[1].busy = 0.8
+    assert rank(DEPS_A, views)[0].node == "busy"
+
+
 def test_callers_elsewhere_do_not_all_go_to_one_of_many_equals():
     views = [view(f"n{number}", idle=[DEPS]) for number in range(4)]
 
