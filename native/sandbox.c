@@ -175,8 +175,8 @@ static void set_limits(uint64_t disk_bytes, uint32_t pids) {
     limit(RLIMIT_NICE, 0);
     limit(RLIMIT_FSIZE, disk_bytes);
     // Counted within the sandbox's user namespace: holds even where there is no pids group. Where there is one it is left to that, which counts what it
-    // refused and can be changed later.
-    if (!(cg_abilities() & CG_PIDS)) limit(RLIMIT_NPROC, pids);
+    // refused and can be changed later. The agent, which is in no such group, has the same user where there is only one.
+    if (!(cg_abilities() & CG_PIDS)) limit(RLIMIT_NPROC, (rlim_t)pids + 1);
 }
 
 // What "root inside" may do, within its own user namespace: enough to install packages.

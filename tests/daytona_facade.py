@@ -228,6 +228,11 @@ async def facade(state_dir: Any, image: str = "host") -> AsyncIterator[Facade]:
             await runner.cleanup()
 
 
+def environment(_: Facade) -> dict[str, str]:
+    """How the SDK finds it is all in the options."""
+    return {}
+
+
 def options(made: Facade) -> dict[str, Any]:
     """What `Engine("hosted:daytona", …)` is given to use it."""
     return {"api_url": f"{made.url}/api", "api_key": KEY, "isolation": "namespace", "creates_per_s": 100.0}

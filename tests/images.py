@@ -92,7 +92,7 @@ def small_image(substrate: str) -> str:
     """The image for conformance checks: the same few megabytes on every substrate that has a root of its own."""
     if substrate == "kubernetes":
         return KUBERNETES_IMAGE
-    return "host" if substrate in ("process", "ssh", "hosted:daytona", "hosted:e2b") else f"dir:{small_directory()}"
+    return "host" if substrate in ("process", "ssh", "hosted:daytona", "hosted:e2b", "hosted:modal") else f"dir:{small_directory()}"
 
 
 def tools_image(substrate: str) -> str:

@@ -234,6 +234,11 @@ async def facade(state_dir: Any, image: str = "host") -> AsyncIterator[Facade]:
             await server.wait_closed()
 
 
-def options() -> dict[str, Any]:
-    """What `Engine("hosted:modal", …)` is given to use it, beside MODAL_SERVER_URL."""
+def environment(provider: Facade) -> dict[str, str]:
+    """How the SDK finds it: that cannot be given to `Engine`."""
+    return {"MODAL_SERVER_URL": provider.url}
+
+
+def options(_: Facade) -> dict[str, Any]:
+    """What `Engine("hosted:modal", …)` is given to use it."""
     return {"token_id": TOKENS[0], "token_secret": TOKENS[1], "isolation": "namespace", "creates_per_s": 100.0}

@@ -1,7 +1,7 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
 `served` is the engine of `untax serve` in another process, `hosted` the same over HTTP. The adapters of providers run against such a server as well:
-ours as itself, E2B's through its own SDK.
+ours as itself, E2B's through its own SDK; Daytona's and Modal's through their SDKs against facades of their APIs.
 """
 
 import os
@@ -27,7 +27,7 @@ SHARING = {
 }
 SERVED = Variant("namespace", is_served=True)
 HOSTED = Variant("namespace", is_hosted=True)
-PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:untax")]
+PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:modal"), Variant("hosted:untax")]
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
@@ -38,6 +38,7 @@ MODULES = {
     "gvisor": {*FEW, "test_environment", "test_stages"},
     "hosted:daytona": {"test_commands", "test_lifecycle", "test_streams"},
     "hosted:e2b": {"test_commands", "test_lifecycle", "test_streams"},
+    "hosted:modal": {"test_commands", "test_lifecycle", "test_streams"},
     "hosted:untax": {"test_commands", "test_environment", "test_lifecycle", "test_network", "test_streams"},
     "kubernetes": FEW,
     "ssh": FEW,
@@ -69,7 +70,7 @@ def engine(request, _runner, tmp_path_factory):
     if name == "kubernetes":
         yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
         return
-    if name == "hosted:daytona":
+    if name in ("hosted:daytona", "hosted:modal"):
         yield from _at_a_facade(_runner, tmp_path_factory.mktemp("state"), name)
         return
     if name in substrates.HOSTED:
@@ -111,14 +112,18 @@ def _on_a_cluster(_runner, state_dir):
 
 def _at_a_facade(_runner, state_dir, name):
     """An engine of sandboxes that a provider's SDK gets from a facade of the provider's API."""
-    facades = pytest.importorskip("tests.daytona_facade", reason="daytona: its SDK is not installed; pip install 'untax[test]'")
+    sdk = name.removeprefix("hosted:")
+    facades = pytest.importorskip(f"tests.{sdk}_facade", reason=f"{sdk}: its SDK is not installed; pip install 'untax[test]'")
     facade = facades.facade(state_dir / "provider", f"dir:{tools_directory()}")
     provider = _runner.run(facade.__aenter__())
-    engine = untax.Engine(name, state_dir=state_dir / "own", **facades.options(provider))
-    _runner.run(engine.start())
-    engine.test_substrate = name
-    yield engine
-    _runner.run(engine.aclose())
+    with pytest.MonkeyPatch.context() as environment:
+        for variable, value in facades.environment(provider).items():
+            environment.setenv(variable, value)
+        engine = untax.Engine(name, state_dir=state_dir / "own", **facades.options(provider))
+        _runner.run(engine.start())
+        engine.test_substrate = name
+        yield engine
+        _runner.run(engine.aclose())
     _runner.run(facade.__aexit__(None, None, None))
 
 

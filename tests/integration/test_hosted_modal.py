@@ -24,8 +24,9 @@ async def provider(tmp_path_factory):
 
 @pytest.fixture
 def options(provider, monkeypatch):
-    monkeypatch.setenv("MODAL_SERVER_URL", provider.url)
-    yield modal_facade.options()
+    for variable, value in modal_facade.environment(provider).items():
+        monkeypatch.setenv(variable, value)
+    yield modal_facade.options(provider)
     assert provider.sandboxes == {}
     provider.faults.clear()
 

@@ -61,6 +61,16 @@ async def test_r2_threads_count_as_processes(box, spec, enforced):
     assert result.limit_kind == "pids" or not COUNTED
 
 
+async def test_r1_one_process_is_one_command(engine, enforced):
+    """The cell's own in there are not counted; a second one of the command's is."""
+    enforced("pids")
+    async with engine.lease(untax.EnvSpec(limits=untax.Limits(pids=1))) as box:
+        assert (await box.run(["echo", "one"])).stdout == b"one\n"
+        if COUNTED:
+            second = await box.shell("ls / | cat; echo after", merge=True)
+            assert second.exit_code != 0 or second.limit_kind == "pids", second
+
+
 async def test_r3_memory_beyond_the_limit_is_oom_and_not_a_bare_signal(box, enforced):
     enforced("memory_mib")
     result = await python(box, "x=bytearray(8<<30)", timeout_s=60)

@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from untax.core.errors import BackendError, ProtocolError, UntaxError, UsageError
 from untax.remote import websocket
@@ -31,6 +31,8 @@ class WebAddress:
     path: str = ""
     token: str | None = field(default=None, repr=False)
     ca_file: str | None = None
+    tls: ssl.SSLContext | None = field(default=None, repr=False)
+    """Instead of what `ca_file` says."""
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -88,7 +90,7 @@ class WebStream(asyncio.Protocol):
     # ---- from the transport ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # that of another event loop need not be one by name
         self._transport = transport
         address = self._address
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -235,6 +237,8 @@ def tls_of(address: WebAddress) -> ssl.SSLContext | None:
     """None where it is spoken to in the clear; `UsageError` when nobody can be trusted by what `ca_file` names."""
     if not address.is_secure:
         return None
+    if address.tls is not None:
+        return address.tls
     try:
         context = ssl.create_default_context(cafile=address.ca_file)
     except (OSError, ssl.SSLError) as exc:

@@ -23,6 +23,7 @@ from untax.pool.status import PoolStatus
 from untax.server.service import Service
 from untax.service.admission import Admission
 from untax.service.errors import Refused, not_found
+from untax.service.fleet import Peers
 from untax.service.kept import Kept
 from untax.service.observed import Observed
 from untax.service.probe import Probe
@@ -117,6 +118,8 @@ class Hosting:
         self.kept = Kept(engine)
         self.probe = Probe(engine)
         self.spans = spans
+        self.fleet: Peers | None = None
+        """Where this service is a node of one."""
         self._holdings: dict[str, Holding] = {}
         self._use: dict[str, _Use] = {}
         self._waiting: list[asyncio.Future[None]] = []

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import untax
+from untax.service.exposition import escaped
 from untax.service.observed import BOUNDS_S
 
 if TYPE_CHECKING:
@@ -86,9 +87,5 @@ def _one(name: str, kind: str, about: str, samples: Sequence[tuple[dict[str, str
     yield f"# HELP {name} {about}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:
-        shown = ",".join(f'{key}="{_escaped(one)}"' for key, one in labels.items())
+        shown = ",".join(f'{key}="{escaped(one)}"' for key, one in labels.items())
         yield f"{name}{{{shown}}} {value:g}" if shown else f"{name} {value:g}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

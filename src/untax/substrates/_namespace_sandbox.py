@@ -33,6 +33,7 @@ _DEATH_NOTICE_S = 0.5
 _MIB = 1 << 20
 SHM_BYTES = 64 * _MIB
 _IF_FEW = 2  # of FREEZE
+_WORKERS = 1  # the cell's own process in there, which starts commands, is counted with them
 _HELD = {"memory_mib": 1, "pids": 2, "cpus": 4, "disk_mib": 8}
 
 
@@ -60,7 +61,7 @@ def _heard(answer: asyncio.Future[Answer]) -> None:
 def amounts(limits: Limits) -> tuple[int, int, int, int, int]:
     """As the launcher counts: bytes of memory, processes, thousandths of a processor, bytes on disk, bytes in /tmp."""
     memory = int(limits.memory_mib * _MIB)
-    return memory, limits.pids, max(1, round(limits.cpus * 1000)), int(limits.disk_mib * _MIB), max(memory // 2, _MIB)
+    return memory, limits.pids + _WORKERS, max(1, round(limits.cpus * 1000)), int(limits.disk_mib * _MIB), max(memory // 2, _MIB)
 
 
 class NamespaceSandbox:

@@ -19,6 +19,7 @@ from untax.substrates._vm_machines import Started, not_up, wait_up, with_console
 log = logging.getLogger("untax.vm")
 
 _SEED_BYTES = 64
+_WORKERS = 1  # the cell's own process in there, which starts commands, is counted with them
 _CPU_PERIOD_US = 100_000
 _CLOCK_S = 5.0  # an emulated machine on a busy host
 _ROOM = 1 << 20  # a stream window, as the launcher gives its sockets
@@ -58,7 +59,7 @@ class Birth:
             f"machine-id={secrets.token_hex(16)}",
             f"tmp={max(memory // 2, 1 << 20)}",
             f"memory={memory}",
-            f"pids={limits.pids}",
+            f"pids={limits.pids + _WORKERS}",
             f"cpu={max(1000, round(limits.cpus * _CPU_PERIOD_US))} {_CPU_PERIOD_US}",
             f"user={self.user}",
             *(f"own={one}" for one in self.own),

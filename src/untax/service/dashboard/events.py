@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from untax.service.errors import Refused, error_response
+from untax.service.fleet import NodeStatus
 from untax.service.observed import BOUNDS_S
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ async def _told(hosting: Hosting, tenant: Tenant) -> AsyncIterator[str]:
             for one in ended:
                 yield f"event: rollout\ndata: {json.dumps(one)}\n\n"
             state = state_of(hosting, tenant)
+            if hosting.fleet is not None:
+                state["nodes"] = [_node(one) for one in await hosting.fleet.statuses()]
             text = json.dumps(state)
             now = time.monotonic()
             if text != last:
@@ -93,6 +96,19 @@ def state_of(hosting: Hosting, tenant: Tenant) -> dict[str, Any]:
         },
         "bounds_s": BOUNDS_S,
         "took": {name: one.buckets for name, one in sorted(hosting.observed.took.items())},
+    }
+
+
+def _node(one: NodeStatus) -> dict[str, Any]:
+    """A line of the page's table."""
+    return {
+        "name": one.name,
+        "state": one.state,
+        "leases": one.leases,
+        "idle": one.idle,
+        "starting": one.pool.starting if one.pool is not None else 0,
+        "waiting": one.waiting,
+        "trouble": one.trouble,
     }
 
 

@@ -34,6 +34,8 @@ def routes(hosting: Hosting) -> Sequence[BaseRoute]:
     inner = [
         *_routes(answers),
         Route("/about", about.about, methods=["GET"]),
+        Route("/node", about.node, methods=["GET"]),
+        Route("/fleet", about.fleet, methods=["GET"]),
         Route("/openapi.json", openapi, methods=["GET"]),
         Route("/events", dashboard.events, methods=["GET"]),
         WebSocketRoute("/leases/{lease}/process", process.stream),
@@ -42,6 +44,7 @@ def routes(hosting: Hosting) -> Sequence[BaseRoute]:
         *dashboard.routes(hosting),
         Route("/health", about.health, methods=["GET"]),
         Route("/metrics", about.prometheus, methods=["GET"]),
+        Route("/fleet/metrics", about.prometheus_of_all, methods=["GET"]),
         Mount("/v1", Authenticated(hosting, Router(inner, redirect_slashes=False))),
     ]
 

@@ -9,6 +9,8 @@ import untax
 from untax.leases import usual_isolation
 from untax.service import metrics
 from untax.service.auth import authenticate
+from untax.service.errors import Refused
+from untax.service.fleet import Peers, own_status
 from untax.service.hosting import Hosting
 
 
@@ -26,6 +28,26 @@ async def prometheus(request: Request) -> Response:
     hosting: Hosting = request.app.state.hosting
     authenticate(hosting.tenants, request.headers.raw)
     return Response(metrics.text(hosting), media_type=metrics.CONTENT_TYPE)
+
+
+async def prometheus_of_all(request: Request) -> Response:
+    hosting: Hosting = request.app.state.hosting
+    authenticate(hosting.tenants, request.headers.raw)
+    return Response(await _peers(hosting).metrics(), media_type=metrics.CONTENT_TYPE)
+
+
+async def fleet(request: Request) -> Response:
+    return JSONResponse({"nodes": [one.as_dict() for one in await _peers(request.scope["hosting"]).statuses()]})
+
+
+async def node(request: Request) -> Response:
+    return JSONResponse(own_status(request.scope["hosting"]))
+
+
+def _peers(hosting: Hosting) -> Peers:
+    if hosting.fleet is None:
+        raise Refused(404, "NotFound", "this server is no node of a fleet; its own metrics are at /metrics")
+    return hosting.fleet
 
 
 async def about(request: Request) -> Response:
