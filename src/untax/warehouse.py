@@ -26,7 +26,7 @@ from untax.workshop import Workshop
 
 if TYPE_CHECKING:
     from untax.engine import Engine
-    from untax.layers.build import Prepared, RepoTree, Stages
+    from untax.layers.build import Prepared, RepoTree, Stages, StageSource
     from untax.layers.marks import Marks
     from untax.layers.sources import Progress
     from untax.layers.store import LayerStore
@@ -62,6 +62,7 @@ class Warehouse:
             )
         self._grounds: Grounds | None = None
         self._shelf: Shelf | None = None
+        self._stages: Stages | None = None
         self._plain: Stages | None = None
         self._borrowed: BorrowedWorkshop | None = None
         self._trees: dict[Repo, RepoTree] = {}
@@ -119,6 +120,11 @@ class Warehouse:
         if self._opened is None:
             raise UsageError("this engine has no store of layers open")
         return self._opened
+
+    def fetch_from(self, source: StageSource | None) -> None:
+        """Ask there before a stage is built; None for nowhere. Without layers there is nothing to ask for."""
+        if self._stages is not None:
+            self._stages.source = source
 
     # ---- what leases begin with ----
 
@@ -246,7 +252,8 @@ class Warehouse:
 
         store = await self._open_store(marks)
         host.use(store.root / HOST_CACHE)
-        self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels)))
+        self._stages = Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels))
+        self._grounds = Grounds(store, self._stages)
         self._grounds.changed = self._has_changed
         self._shelf = Shelf(self._engine, self._grounds)
 
@@ -257,8 +264,8 @@ class Warehouse:
         store = await self._open_store("trusted" if is_host_root() else "user")
         host.use(store.root / HOST_CACHE)
         self._borrowed = BorrowedWorkshop(substrate.builder, self._path.parent, self._setup_network, self._setup_wheels)
-        stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
-        self._grounds = Imports(self._engine, substrate, store, stages)
+        self._stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
+        self._grounds = Imports(self._engine, substrate, store, self._stages)
         self._grounds.changed = self._has_changed
         if isinstance(substrate, Reviving):
             self._shelf = Shelf(self._engine, self._grounds)
