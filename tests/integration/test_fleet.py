@@ -101,6 +101,40 @@ class _Blocking:
         return self._reduced
 
 
+async def test_what_one_node_built_another_fetches_and_snapshots_are_copied(fleet, cluster, tmp_path):
+    """A stage is built once in the fleet: the second node's ledger tells of the same layers, and its log of no build."""
+    import subprocess
+
+    from tests.images import small_directory
+
+    image = tmp_path / "small.tar"
+    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
+    spec = untax.EnvSpec(image=f"tar:{image}", setup=("cat /proc/sys/kernel/random/uuid > /made",))
+    first, second = fleet._nodes.values()
+    made = []
+    for node in (first, second):
+        async with node.lease(spec) as box:
+            made.append((await box.read("/made"), set(box.ledger.stages)))
+            if node is first:
+                await box.write("mine", b"of the first")
+                snapshot = await box.snapshot()
+    assert made[0] == made[1], "a second build would have made another"
+
+    there = await fleet.copy(snapshot, second.member.node_id)
+    assert there.id == snapshot.id and there.engine is second
+    await snapshot.drop()
+    async with fleet.restore(there) as box:
+        assert await box.read("mine") == b"of the first"
+        assert second.member.name in box.ledger.choice or box._engine is second
+    with pytest.raises(untax.UsageError, match="no node is named"):
+        await fleet.copy(there, "nowhere")
+    async with first.lease() as box:
+        of_host = await box.snapshot()
+    with pytest.raises(untax.StageUnavailable, match="does not travel"):
+        await fleet.copy(of_host, second.member.node_id)
+    await of_host.drop()
+
+
 def test_what_a_program_leaves_behind_when_its_fleet_closes(cluster, tmp_path):
     from untax.sync import Fleet
 

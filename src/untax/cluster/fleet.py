@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from untax.box import Box
-from untax.cluster import access, terms
+from untax.cluster import access, copies, terms
 from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
 from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket
@@ -390,6 +390,17 @@ class Fleet(Leasing):
             if isinstance(one, Snapshot):
                 return one
         raise next((one for one in found if isinstance(one, UntaxError)), None) or terms.nobody(self.name, self._roll.refusals)
+
+    async def copy(self, snapshot: Snapshot | str, node: str) -> Snapshot:
+        """Copy a snapshot to a second node, named by its id, name or address; gives it as it is there. It is saved first, and each is dropped for itself.
+
+        `UsageError` for one of running processes; `StageUnavailable` for one over the host's own files, which are that node's alone, or when
+        the disk there is full.
+        """
+        fleet = await self._ready()
+        assert fleet._ticket is not None
+        found = snapshot if isinstance(snapshot, Snapshot) else await fleet.find_snapshot(snapshot)
+        return await copies.copy(found, node, fleet.members, fleet._nodes, fleet._ticket)
 
     async def _request_from(self, snapshot: Snapshot | str, late: Bindings) -> Request:
         fleet = await self._ready()

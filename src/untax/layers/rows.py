@@ -117,6 +117,8 @@ class _Reader:
         return self._rows
 
     def _row(self, text: bytes) -> Row:
+        if b"\0" not in text:
+            raise _refused("what is no entry at all")
         kind, name, *fields = text.split(b"\0")
         parent = self._trail[-1] if self._trail else 0
         if self._rows:

@@ -51,6 +51,8 @@ class Errand:
         self._owner: Wire | None = None  # the connection that is our claim, where that is another node's to give
         self._ticket: Ticket | None = None  # the claim, where it is our own to give
         self._open = contextlib.ExitStack()
+        self.reasons: list[str] = []
+        """Why nodes that were asked for it gave nothing, for people."""
 
     # ---- before ----
 
@@ -128,8 +130,9 @@ class Errand:
             record = StageRecord.from_json(str(said["record"]))
             return Found(peer, record) if record.key == self._key and record.is_portable else None
         except Refused as exc:
-            _log.info("%s", exc)
+            self.reasons.append(str(exc))
         except (PeerFault, Unreadable, UsageError) as exc:
+            self.reasons.append(f"{peer.node}: {exc}")
             _log.warning("node %s could not say whether it has %s: %s", peer.node, self._key[:12], exc)
         return None
 
@@ -154,6 +157,7 @@ class Errand:
                     raise
                 if self.wires.stopped.is_set():
                     raise
+                self.reasons.append(exc.message)
                 _log.warning("stage %s (%s) did not come: %s", self._name, self._key[:12], exc.message)
         return None
 

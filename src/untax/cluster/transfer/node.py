@@ -48,8 +48,10 @@ class Transfer:
         self._server = Server(node, store, server_context, token, host=host, port=port, ops=ops)
 
     @property
-    def address(self) -> tuple[str, int]:
-        return self._server.address
+    def address(self) -> str:
+        """`host:port`, as others are told."""
+        host, port = self._server.address
+        return f"{host}:{port}"
 
     def start(self) -> None:
         self._server.start()
@@ -124,9 +126,7 @@ class Transfer:
             found = errand.look([peer])
             record = errand.bring(found) if found else None
             if record is None:
-                raise StageUnavailable(
-                    SNAPSHOT, f"node {node} has no {key} that may travel to {self.node}, or did not give it; its log says why"
-                )
+                raise StageUnavailable(SNAPSHOT, f"node {node} gave no {key} to {self.node}: {'; '.join(errand.reasons) or 'it has none'}")
             self.store.put_stage(record)
         finally:
             self._ended(errand)

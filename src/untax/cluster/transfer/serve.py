@@ -69,6 +69,7 @@ class Server:
         self._ops: dict[str, Op] = {"stage": self._stage, "layer": self._layer, "chunk": self._chunk, **ops}
         self._guard = threading.Lock()
         self._wires: set[Wire] = set()
+        self._greeting: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
         self._recent: OrderedDict[str, Outgoing] = OrderedDict()
         self._is_closed = False
@@ -85,12 +86,17 @@ class Server:
             self._is_closed = True
             for wire in self._wires:
                 wire.cut()
+            for sock in self._greeting:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
             threads = list(self._threads)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever waits in `accept`
         self._listener.close()
         for thread in threads:
             thread.join()
+        if self._accepting.is_alive():
+            self._accepting.join()
 
     def part(self, nodes: Collection[str]) -> None:
         """End the connections of nodes that are no longer of the fleet."""
@@ -109,11 +115,13 @@ class Server:
                 return
             thread = threading.Thread(target=self._serve, args=(sock, address), name="untax-layers", daemon=True)
             with self._guard:
+                self._threads = {one for one in self._threads if one.is_alive()}
                 if self._is_closed or len(self._threads) >= _MOST:
                     sock.close()
                     continue
                 self._threads.add(thread)
-            thread.start()
+                self._greeting.add(sock)
+                thread.start()
 
     def _serve(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
         try:
@@ -122,11 +130,12 @@ class Server:
             wire = Wire(TlsStream(sock, self._context), str(address[0]))
         except OSError as exc:
             _log.debug("somebody at %s spoke no TLS of ours: %s", address[0], exc)
-            sock.close()
             with self._guard:
-                self._threads.discard(threading.current_thread())
+                self._greeting.discard(sock)
+            sock.close()
             return
         with self._guard:
+            self._greeting.discard(sock)
             self._wires.add(wire)
         try:
             if not self._is_closed:
@@ -134,7 +143,6 @@ class Server:
         finally:
             with self._guard:
                 self._wires.discard(wire)
-                self._threads.discard(threading.current_thread())
             wire.close()
 
     def _talk(self, wire: Wire) -> None:

@@ -35,6 +35,12 @@ class Peer(NamedTuple):
     host: str
     port: int
 
+    @classmethod
+    def at(cls, node: str, address: str) -> Peer:
+        """`address` is `host:port`, an IPv6 host as it is."""
+        host, _, port = address.rpartition(":")
+        return cls(node, host, int(port))
+
 
 class PeerFault(Exception):
     """A node that did not answer, or not as it should. Another one is asked in its place."""
@@ -139,6 +145,12 @@ class Dialer:
         self.node = node
         self._context = context
         self._token = token
+        self._last: Wire | None = None
+
+    def cut(self) -> None:
+        """End the connection that was opened last; for who has but one."""
+        if self._last is not None:
+            self._last.cut()
 
     def dial(self, peer: Peer, *, timeout_s: float = CONNECT_S) -> Wire:
         """`PeerFault` when there is nobody, or somebody else."""
@@ -157,6 +169,7 @@ class Dialer:
         except BaseException:
             wire.close()
             raise
+        self._last = wire
         return wire
 
 
