@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from untax.channel.process import Connection, Process
     from untax.channel.replies import Entry, Match, ProcessInfo, SearchResult, TreeSize
     from untax.channel.session import Session
+    from untax.cluster.fleet import Fleet
     from untax.core.errors import (
         ActionError,
         ActionTimeout,
@@ -66,6 +67,7 @@ _HOME = {
     "Engine": "untax.engine",
     "Entry": "untax.channel.replies",
     "EnvSpec": "untax.core.spec",
+    "Fleet": "untax.cluster.fleet",
     "Ledger": "untax.core.ledger",
     "Limits": "untax.core.spec",
     "Match": "untax.channel.replies",
@@ -102,6 +104,7 @@ __all__ = [
     "EnvSpec",
     "Exists",
     "FileError",
+    "Fleet",
     "Gone",
     "IsDirectory",
     "Ledger",

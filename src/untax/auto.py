@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from untax.leases import Bindings, Request, checked
 from untax.pool import choice as choices
 from untax.pool.choice import Choice, Expected
 from untax.pool.costs import Costs
-from untax.pool.status import PoolStatus
+from untax.pool.status import PoolStatus, together
 from untax.snapshot import Snapshot
 from untax.substrates._host import chosen_state_dir, ensure_private_dir
 from untax.tenancy import Tenancy
@@ -246,7 +246,7 @@ class AutoEngine(Engine):
     def pools(self) -> PoolStatus:
         """All engines' pools together."""
         self._check_running()
-        return _together([engine.pools() for engine in self._running])
+        return together("auto", [engine.pools() for engine in self._running])
 
     async def _request_from(self, snapshot: Snapshot | str, late: Bindings) -> Request:
         self._check_running()
@@ -300,21 +300,3 @@ def _measured(path: Path) -> dict[str, Expected]:
     except (OSError, ValueError) as exc:  # UsageError is one: nothing here may keep an engine from starting
         log.warning("what was measured is not used: %s: %s", path, exc)
         return {}
-
-
-def _together(pools: list[PoolStatus]) -> PoolStatus:
-    """Sums; what is a measure of one substrate is the largest of them, which is what a lease may have to wait for."""
-    if len(pools) == 1:
-        return replace(pools[0], substrate=f"auto: {pools[0].substrate}")
-    names = [
-        field.name for field in fields(PoolStatus) if field.name not in ("substrate", "stages", "most_memory_mib", "create_s", "bind_s")
-    ]
-    memory = [one.most_memory_mib for one in pools]
-    return PoolStatus(
-        substrate=f"auto: {', '.join(one.substrate for one in pools) or 'nothing leased yet'}",
-        stages=tuple(stage for one in pools for stage in one.stages),
-        most_memory_mib=None if None in memory or not memory else sum(one for one in memory if one is not None),
-        create_s=max((one.create_s for one in pools), default=0.0),
-        bind_s=max((one.bind_s for one in pools), default=0.0),
-        **{name: sum(getattr(one, name) for one in pools) for name in names},
-    )

@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import untax
 from untax import substrates
 from untax.core.errors import UsageError
+from untax.server.descriptors import allow_descriptors
 from untax.server.service import LEASE_S, Service
 from untax.server.sole import only_server
 from untax.server.unix import UnixListener
@@ -34,7 +34,6 @@ log = logging.getLogger("untax.server")
 
 _DRAIN_S = 10.0
 _PORT = 8765
-_DESCRIPTORS = 1 << 16
 _LEAST = "namespace"  # clients say what they accept, and none of them may choose to run with the server's own rights
 
 
@@ -99,18 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def carry_out(arguments: argparse.Namespace) -> int:
     if not 0 <= arguments.drain < float("inf"):
         raise UsageError(f"--drain must be a number of seconds, not {arguments.drain:g}")
-    _allow_descriptors()
+    allow_descriptors()
     with only_server(arguments.state_dir, arguments.substrate) as tell:
         ended_by = asyncio.run(_serve(arguments, tell))
     return 130 if ended_by == signal.SIGINT else 0
-
-
-def _allow_descriptors() -> None:
-    """As many as the machine's operator lets us, up to what ten thousand sandboxes need; sandboxes have a limit of their own."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> signal.Signals:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from untax.core.errors import UsageError
@@ -107,3 +107,19 @@ def label_of(stage: Stage) -> str:
 
 def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def together(name: str, pools: Sequence[PoolStatus]) -> PoolStatus:
+    """Sums; what is a measure of one substrate is the largest of them, which is what a lease may have to wait for."""
+    if len(pools) == 1:
+        return replace(pools[0], substrate=f"{name}: {pools[0].substrate}")
+    names = [one.name for one in fields(PoolStatus) if one.name not in ("substrate", "stages", "most_memory_mib", "create_s", "bind_s")]
+    memory = [one.most_memory_mib for one in pools]
+    return PoolStatus(
+        substrate=f"{name}: {', '.join(sorted({one.substrate for one in pools})) or 'nothing leased yet'}",
+        stages=tuple(stage for one in pools for stage in one.stages),
+        most_memory_mib=None if None in memory or not memory else sum(one for one in memory if one is not None),
+        create_s=max((one.create_s for one in pools), default=0.0),
+        bind_s=max((one.bind_s for one in pools), default=0.0),
+        **{name: sum(getattr(one, name) for one in pools) for name in names},
+    )

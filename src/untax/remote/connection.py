@@ -115,6 +115,8 @@ class Connection:
         self, dialler: Dialler, *, on_event: Callable[[str, Body], None], on_forgotten: Callable[[], None], is_needed: Callable[[], bool]
     ) -> None:
         self.server: Server | None = None
+        self.on_lost: Callable[[str], None] | None = None
+        """Told each time that the connection breaks, taken up again or not."""
         self._place = dialler
         self._on_event = on_event
         self._on_forgotten = on_forgotten
@@ -180,6 +182,10 @@ class Connection:
             self._stream.send({"id": request_id, "op": "cancel"})
 
     # ---- its life ----
+
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None
 
     def check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -291,6 +297,8 @@ class Connection:
             return
         log.debug("the connection to %s was lost: %s", self._place, reason)
         self._drop_stream()
+        if self.on_lost is not None:
+            self.on_lost(reason)
         if not self._is_closed and (self._pending or self._is_needed()) and self._retrying is None:
             self._retrying = self._loop.create_task(self._retry(reason))
             self._retrying.add_done_callback(_heard)

@@ -7,7 +7,7 @@ import json
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from untax.core.errors import BackendError, ProtocolError, UntaxError, UsageError
 from untax.remote import websocket
@@ -90,7 +90,7 @@ class WebStream(asyncio.Protocol):
     # ---- from the transport ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        transport = cast("asyncio.Transport", transport)  # that of another event loop need not be one by name
         self._transport = transport
         address = self._address
         host = f"[{address.host}]" if ":" in address.host else address.host

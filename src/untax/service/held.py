@@ -210,8 +210,9 @@ class HeldConnection(asyncio.Protocol):
                 raise PoolTimeout(
                     f"{mine} clients of {self._tenant.name} hold a connection, or may come back to theirs: close some of them"
                 )
-            owner.gate = TenantGate(self._hosting, self._tenant)
-        if owner.gate.name != self._tenant.name:
+            if not self._tenant.is_trusted:
+                owner.gate = TenantGate(self._hosting, self._tenant)
+        if owner.gate.name != ("" if self._tenant.is_trusted else self._tenant.name):
             raise UsageError("the secret does not fit the owner")
         self._late.cancel()
         self._owner = owner

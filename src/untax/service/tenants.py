@@ -54,6 +54,8 @@ class Allowance:
 class Tenant:
     name: str
     allowance: Allowance = field(default_factory=Allowance)
+    is_trusted: bool = False
+    """As the server's own user is: clients that hold their channels may do whatever an embedded engine would do for them."""
 
     def __repr__(self) -> str:
         return f"<Tenant {self.name}>"

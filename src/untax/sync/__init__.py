@@ -13,9 +13,17 @@ from untax.sync.engine import Engine, Lease, connect
 from untax.sync.snapshot import Snapshot
 from untax.sync.streams import Connection, Process, Session, Watch
 
-__all__ = ["Batch", "Box", "Connection", "Engine", "Lease", "Process", "Session", "Snapshot", "Watch", "connect"]
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from untax.sync.fleet import Fleet
+
+__all__ = ["Batch", "Box", "Connection", "Engine", "Fleet", "Lease", "Process", "Session", "Snapshot", "Watch", "connect"]
 
 
 def __getattr__(name: str) -> object:
     """Specs, limits, results and errors are the same ones."""
+    if name == "Fleet":
+        from untax.sync.fleet import Fleet
+
+        return Fleet
     return getattr(untax, name)

@@ -23,8 +23,10 @@ from untax.sync.loop import Loop
 from untax.sync.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from untax.cluster.terms import FleetOffer
     from untax.layers.build import Prepared
     from untax.layers.sources import Progress
+    from untax.sync.fleet import DirectFleet
 
 T = TypeVar("T")
 
@@ -35,12 +37,12 @@ class Engine:
     def __init__(self, substrate: str | Substrate = "namespace", **options: Any) -> None:
         self._begin(DirectAutoEngine(substrate, **options) if substrate == "auto" else DirectEngine(substrate, **options))
 
-    def _begin(self, inner: DirectEngine | DirectAutoEngine | DirectRemoteEngine) -> None:
+    def _begin(self, inner: DirectEngine | DirectAutoEngine | DirectRemoteEngine | DirectFleet) -> None:
         self._inner = inner
         self._loop: Loop | None = None
 
     @property
-    def substrate(self) -> Substrate | RemoteSubstrate:
+    def substrate(self) -> Substrate | RemoteSubstrate | FleetOffer:
         return self._inner.substrate
 
     def start(self) -> None:
@@ -178,7 +180,7 @@ class Engine:
 
     @property
     def quarantined(self) -> tuple[str, ...]:
-        if isinstance(self._inner, DirectRemoteEngine):
+        if not isinstance(self._inner, (DirectEngine, DirectAutoEngine)):
             raise UsageError("a server's quarantine is its own; `untax serve` logs it")
         return self._inner.quarantined
 

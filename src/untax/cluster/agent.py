@@ -1,0 +1,189 @@
+"""One node's part of a fleet: an engine, served to clients of the same node on a Unix socket and to those of others over TLS. No Ray in here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import untax
+from untax.cluster.terms import Member
+from untax.cluster.trust import Identity, pinned
+from untax.core.errors import UsageError
+from untax.core.spec import Limits
+from untax.engine import Engine
+from untax.leases import usual_isolation
+from untax.remote.address import checked_path
+from untax.remote.boot import boot_id
+from untax.server.descriptors import allow_descriptors
+from untax.server.service import LEASE_S, Service
+from untax.server.sole import only_server
+from untax.server.unix import UnixListener
+from untax.service.admission import Admission
+from untax.service.app import build
+from untax.service.fleet import Peer, Peers
+from untax.service.held import take_over
+from untax.service.hosting import Hosting, Settings
+from untax.service.listen import Address, HttpListener
+from untax.service.tenants import Allowance, Tenant, Tenants, digest
+from untax.substrates._host import chosen_state_dir, ensure_private_dir
+
+log = logging.getLogger("untax.cluster")
+
+_MOST = sys.maxsize
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the engine of every node is made. `state_dir` may have `{node}` in it, which stands for the node's id."""
+
+    name: str
+    substrate: str = "namespace"
+    state_dir: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    lease_s: float = LEASE_S
+
+    def state_dir_of(self, node_id: str) -> Path:
+        return chosen_state_dir(None if self.state_dir is None else self.state_dir.replace("{node}", node_id[:12]))
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Which node it is, and by what its clients know it."""
+
+    node_id: str
+    name: str
+    address: str
+    token: str = field(repr=False)
+    authority: str = field(repr=False)
+    """The certificate by which the other agents are known."""
+    identity: Identity
+
+
+class Agent:
+    """From `start` to `aclose`. Clients with the fleet's token may do what the engine's own process may: they are the trainer's workers."""
+
+    def __init__(self, plan: Plan, post: Post) -> None:
+        self._plan = plan
+        self._post = post
+        self._stack = contextlib.AsyncExitStack()
+        self._hosting: Hosting | None = None
+        self.member: Member | None = None
+
+    async def start(self) -> Member:
+        """Raises what the engine raises where it cannot be: `SubstrateUnavailable`, `UsageError`, `BackendError`."""
+        async with contextlib.AsyncExitStack() as stack:
+            self.member = await self._start(stack)
+            self._stack = stack.pop_all()
+        return self.member
+
+    async def aclose(self) -> None:
+        """Give back everything that anybody holds, and end. Safe to call twice."""
+        await self._stack.aclose()
+
+    # ---- for whoever keeps the fleet ----
+
+    def meet(self, members: Sequence[Member]) -> None:
+        """These are in the fleet from here on, this node among them."""
+        if self._hosting is not None and self._hosting.fleet is not None:
+            self._hosting.fleet.meet([Peer(one.node_id, one.name, one.url, one.is_draining) for one in members])
+
+    @property
+    def leases(self) -> int:
+        return 0 if self._hosting is None else self._hosting.leases
+
+    def drain(self) -> None:
+        """No new leases from here on."""
+        if self._hosting is not None:
+            self._hosting.drain()
+
+    async def wait_idle(self) -> None:
+        """Return once nobody holds a lease."""
+        if self._hosting is not None:
+            await self._hosting.wait_idle()
+
+    # ---- inside ----
+
+    async def _start(self, stack: contextlib.AsyncExitStack) -> Member:
+        plan, post = self._plan, self._post
+        allow_descriptors()
+        state = plan.state_dir_of(post.node_id)
+        ensure_private_dir(state)
+        self._hold(stack, state)
+        place = _place(stack, state, plan.name)
+        engine = Engine(plan.substrate, state_dir=state, **plan.options)
+        await engine.start()
+        stack.push_async_callback(engine.aclose)
+        service = Service(engine, lease_s=plan.lease_s)
+        stack.push_async_callback(service.aclose)
+        unix = UnixListener(service, place / "s")
+        unix.start()
+        stack.callback(unix.close)
+        url = await self._listen(stack, engine, service, place)
+        return Member(
+            node_id=post.node_id,
+            name=post.name,
+            address=post.address,
+            url=url,
+            socket=str(unix.path),
+            boot_id=boot_id(),
+            version=untax.__version__,
+            substrate=engine.offer.name,
+            isolation=engine.offer.isolation,
+            usual=usual_isolation(engine.offer),
+        )
+
+    def _hold(self, stack: contextlib.AsyncExitStack, state: Path) -> None:
+        try:
+            stack.enter_context(only_server(str(state), self._plan.substrate))(f"fleet {self._plan.name}, node {self._post.name}")
+        except UsageError as exc:
+            if "already" not in str(exc):
+                raise
+            raise UsageError(f"{exc}; nodes that share a machine need a state_dir with {{node}} in it") from None
+
+    async def _listen(self, stack: contextlib.AsyncExitStack, engine: Engine, service: Service, place: Path) -> str:
+        """TLS on the node's own address and no other, with a token for everything that is said there."""
+        certificate, key = self._post.identity.write(place)
+        address = Address(self._post.address, 0, str(certificate), str(key))
+        address.check_safe(has_tokens=True, any_key=False)
+        tenants = Tenants([(Tenant("fleet", _everything(), is_trusted=True), digest(self._post.token))])
+        self._hosting = hosting = Hosting(engine, tenants, Settings(admission=_anything()), owners=service)
+        hosting.fleet = Peers(self._post.token, pinned(self._post.authority))
+        listener = HttpListener(build(hosting), address, functools.partial(take_over, hosting))
+        stack.push_async_callback(listener.close)
+        stack.push_async_callback(hosting.aclose)
+        await listener.start()
+        for path in (certificate, key):
+            path.unlink()  # read, and needed by nobody else
+        return listener.url
+
+
+def _place(stack: contextlib.AsyncExitStack, state: Path, name: str) -> Path:
+    """A directory for the socket and, for a moment, the key; elsewhere where the name of a socket would be too long."""
+    path = state / f"fleet-{name}"
+    try:
+        checked_path(path / "s")
+        ensure_private_dir(path)
+    except UsageError:
+        if path.exists():
+            raise
+        path = Path(tempfile.mkdtemp(prefix=f"untax-{os.getuid()}-"))
+    stack.callback(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def _anything() -> Admission:
+    """What an embedded engine would not refuse either."""
+    return Admission(("*",), ("*",), private=("*:*",), most=Limits(cpus=4096.0, memory_mib=1 << 30, disk_mib=1 << 30, pids=1 << 22))
+
+
+def _everything() -> Allowance:
+    return Allowance(**dict.fromkeys(Allowance.__dataclass_fields__, _MOST))

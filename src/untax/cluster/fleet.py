@@ -1,0 +1,438 @@
+"""`untax.Fleet`: the engines of all nodes of a Ray cluster, used as one.
+
+A lease goes to the node that placement chose, straight from this process: over a Unix socket to an agent on the same node, over TLS to the others. Ray is asked
+when a fleet is joined, and tells of nodes that come and go; nothing else waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from untax.box import Box
+from untax.cluster import access, terms
+from untax.cluster.node import NodeEngine
+from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket
+from untax.core.errors import (
+    BackendError,
+    CreateError,
+    PoolClosed,
+    StageUnavailable,
+    SubstrateUnavailable,
+    UntaxError,
+    UsageError,
+)
+from untax.core.span import Clock, now_ns
+from untax.core.spec import EnvSpec, Limits
+from untax.leases import Bindings, Request, checked
+from untax.leasing import Leasing
+from untax.pool.status import PoolStatus, together
+from untax.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from untax.layers.build import Prepared
+    from untax.layers.sources import Progress
+
+log = logging.getLogger("untax.cluster")
+
+_LEAST_WAIT_S = 0.001
+_AGAIN_S = 1.0  # until Ray is asked again, when its head or the keeper is away
+# What another node may do better.
+_ELSEWHERE = (BackendError, CreateError, PoolClosed, StageUnavailable, SubstrateUnavailable)
+
+
+class Fleet(Leasing):
+    """Leases sandboxes of every node. `async with`, or `start()` and `aclose()`. For one process and one event loop.
+
+    Joins the fleet of this `name` on the Ray cluster, or brings one up: then each node gets an engine with these options, and closing this takes it down again.
+    `state_dir` may have `{node}` in it. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
+    """
+
+    node_class: type[NodeEngine] = NodeEngine
+
+    def __init__(
+        self,
+        address: str = "auto",
+        *,
+        name: str = terms.DEFAULT_NAME,
+        substrate: str | None = None,
+        state_dir: str | os.PathLike[str] | None = None,
+        clock: Clock = now_ns,
+        **options: Any,
+    ) -> None:
+        super().__init__(clock)
+        self.address = address
+        self.name = terms.checked_name(name)
+        self._given = {"substrate": substrate, "state_dir": None if state_dir is None else os.fsdecode(state_dir), **options}
+        self._ticket: Ticket | None = None
+        self._is_handle = False
+        self._keeper: Any = None
+        self._is_maker = False
+        self._has_ray = False
+        self._own_node: str | None = None
+        self._nodes: dict[tuple[str, str], NodeEngine] = {}
+        self._left: set[NodeEngine] = set()
+        """Not in the fleet any more, and not over yet."""
+        self._roll = Roll(0, (), ())
+        self._following: asyncio.Task[None] | None = None
+        self._is_down = False
+
+    # ---- handles ----
+
+    @classmethod
+    def current(cls, name: str = terms.DEFAULT_NAME) -> Self:
+        """Inside a task or an actor of the cluster: a handle of its fleet, which begins with its first lease. `UsageError` where there is none."""
+        return cls.from_ticket(access.ticket_of(name))
+
+    @classmethod
+    def from_ticket(cls, text: str) -> Self:
+        """A handle of the fleet that gave the ticket. Used without `async with` it is one with all others of its event loop."""
+        ticket = Ticket.from_json(text)
+        fleet = cls(ticket.ray_address, name=ticket.name)
+        fleet._ticket = ticket
+        fleet._is_handle = True
+        return fleet
+
+    def ticket(self) -> str:
+        """What lets another process in; a secret, as a token is."""
+        if self._ticket is None:
+            raise UsageError("the fleet is not started, so there is no handle of it yet: use `async with Fleet()`")
+        return replace(self._ticket, members=tuple(self._roll.members) or self._ticket.members).to_json()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_ticket, (type(self), self.ticket())
+
+    # ---- its own life ----
+
+    async def start(self) -> None:
+        """Join the fleet, or bring it up. `SubstrateUnavailable` when there is no cluster, or no node of it can be used."""
+        if self._state != "new":
+            raise UsageError(f"this fleet is {self._state}; make a new one")
+        try:
+            await self._start()
+        except BaseException:
+            self._state = "closed"
+            await self.finish(self.chore(self._close()))
+            raise
+        self._state = "running"
+
+    async def _start(self) -> None:
+        there = await asyncio.to_thread(access.connect, self.address)
+        self._has_ray = True
+        self._own_node = access.own_node()
+        self._keeper = await asyncio.to_thread(self._find, there)
+        if self._ticket is None or not self._ticket.members:
+            self._ticket = Ticket.from_json(await self._asked(self._keeper.ticket.remote()))
+        if not self._is_maker:
+            await self._check_plan()
+        self._roll = Roll(0, self._ticket.members, ())
+        await self._meet(self._roll.members)
+        self._following = asyncio.ensure_future(self._follow())
+        if not any(node.is_usable for node in self._nodes.values()):
+            self._take(Roll.from_json(await self._asked(self._keeper.members.remote(0))))
+            await self._meet(self._roll.members)
+            if not self._roll.members:
+                raise terms.nobody(self.name, self._roll.refusals)
+
+    def _find(self, there: str) -> Any:
+        """Blocks."""
+        from untax.cluster.agent import Plan
+
+        if self._is_handle:
+            keeper = access.find_keeper(self.name)
+            if keeper is None:
+                raise terms.down(self.name)
+            return keeper
+        given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir")}
+        plan = Plan(self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given)
+        keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
+        return keeper
+
+    async def _check_plan(self) -> None:
+        """Options that were given are those of the fleet that is there, or it is not the one that was meant."""
+        given = {name: value for name, value in self._given.items() if value is not None}
+        if not given:
+            return
+        plan = await self._asked(self._keeper.plan.remote())
+        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, **plan.options}
+        for name, value in given.items():
+            if there.get(name) != value:
+                raise UsageError(
+                    f"the fleet {self.name!r} is up with {name}={there.get(name)!r}, not {value!r}: join it without options, "
+                    "take it down first, or give this one another name"
+                )
+
+    async def aclose(self) -> None:
+        """Release every box and leave; whoever brought the fleet up takes it down. Safe to call twice."""
+        if self._state != "closed":
+            self._state = "closed"
+            await self.finish(self.chore(self._close()))
+
+    async def _close(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        await asyncio.gather(*(node.aclose() for node in (*self._nodes.values(), *self._left)), return_exceptions=True)
+        while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
+            await asyncio.wait(chores)
+        if self._is_maker and self._keeper is not None:
+            await take_down(self._keeper)
+        if self._has_ray:
+            self._has_ray = False
+            await asyncio.to_thread(access.disconnect)
+
+    @property
+    def offer(self) -> FleetOffer:
+        if self._ticket is not None and self._ticket.offer is not None:
+            return self._ticket.offer
+        for member in self._roll.members:
+            return FleetOffer(member.substrate, member.isolation, member.usual)
+        raise UsageError("the fleet is not started: use `async with Fleet()`, or await fleet.start()")
+
+    @property
+    def substrate(self) -> FleetOffer:
+        return self.offer
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The nodes that are in the fleet, as last told."""
+        return self._roll.members
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        """The nodes that are not, and why."""
+        return self._roll.refusals
+
+    # ---- who is there ----
+
+    async def _asked(self, reference: Any) -> Any:
+        """What a call to the keeper gives; its death is the fleet's end."""
+        from ray.exceptions import RayActorError, RayError
+
+        try:
+            return await reference
+        except RayActorError as exc:
+            raise terms.down(self.name) from exc
+        except RayError as exc:
+            raise BackendError("", f"the fleet {self.name!r} could not be asked: {str(exc).strip().splitlines()[0]}") from exc
+
+    async def _follow(self) -> None:
+        """Hear of nodes that come and go. While nobody tells, what is known stays."""
+        while True:
+            try:
+                self._take(Roll.from_json(await self._asked(self._keeper.members.remote(self._roll.version))))
+            except UntaxError as exc:
+                log.info("nobody tells who is in the fleet: %s", exc)
+                await asyncio.sleep(_AGAIN_S)
+                found = await asyncio.to_thread(_found, self.name)
+                if found is False:
+                    self._was_taken_down()
+                    return
+                self._keeper = found or self._keeper
+                self._roll = replace(self._roll, version=-1)
+                continue
+            await self._meet(self._roll.members)
+
+    def _was_taken_down(self) -> None:
+        self._is_down = True
+        for node in self._nodes.values():
+            node.left()
+
+    def _take(self, roll: Roll) -> None:
+        self._roll = roll
+        for key, node in list(self._nodes.items()):
+            member = next((one for one in roll.members if one.key == key), None)
+            if member is not None:
+                node.member = member
+            else:
+                del self._nodes[key]
+                self._left.add(node)
+                node.left()
+                node.on_over = self._left.discard
+
+    async def _meet(self, members: Iterable[Member]) -> None:
+        """Connect to those that are new. One that does not answer is tried again with the next change, or by the next lease that wants it."""
+        assert self._ticket is not None
+        fresh = [member for member in members if member.key not in self._nodes]
+        await asyncio.gather(*(self._connect(member) for member in fresh))
+
+    async def _connect(self, member: Member) -> None:
+        assert self._ticket is not None
+        node = self._made(member, is_here=member.node_id == self._own_node)
+        try:
+            try:
+                await node.start()
+            except (BackendError, UsageError):
+                if not node.is_here:
+                    raise
+                node = self._made(member, is_here=False)  # a socket of that name that is not the agent's, or is out of reach
+                await node.start()
+        except (BackendError, PoolClosed) as exc:
+            log.warning("node %s does not answer: %s", member.name, exc)
+            return
+        except UsageError as exc:
+            raise terms.stranger(self.name, member, exc) from exc
+        self._nodes[member.key] = node
+
+    def _made(self, member: Member, *, is_here: bool) -> NodeEngine:
+        assert self._ticket is not None
+        return self.node_class(member, self._ticket, is_here=is_here, clock=self.clock)
+
+    # ---- how a box comes to be ----
+
+    async def _ready(self) -> Fleet:
+        """The one whose connections are used: this, or for a handle that was never started the one of its event loop."""
+        if self._is_handle and self._state == "new":
+            return await self._shared()
+        self._check_running()
+        if self._is_down:
+            raise terms.down(self.name)
+        return self
+
+    async def _shared(self) -> Fleet:
+        assert self._ticket is not None
+        handles = _shared.setdefault(asyncio.get_running_loop(), {})
+        key = (type(self), self.name, self._ticket.token)
+        starting = handles.get(key)
+        if starting is None:
+            starting = handles[key] = asyncio.ensure_future(_started(type(self).from_ticket(self._ticket.to_json())))
+        try:
+            fleet = await asyncio.shield(starting)
+        except Exception:
+            handles.pop(key, None)  # the next who asks begins anew
+            raise
+        return await fleet._ready()
+
+    def _ranked(self) -> list[NodeEngine]:
+        usable = [node for node in self._nodes.values() if node.is_usable]
+        return sorted(usable, key=lambda node: (node.load, node.member.node_id != self._own_node))
+
+    async def fulfil(self, request: Request) -> Box:
+        fleet = await self._ready()
+        return await (fleet._fulfil(request) if request.snapshot is None else fleet._holding(request.snapshot).fulfil(request))
+
+    async def _fulfil(self, request: Request) -> Box:
+        began_ns = self.clock()
+        last: UntaxError | None = None
+        for node in self._ranked():
+            if request.wait_s is not None and last is not None:
+                request = replace(request, wait_s=max(_LEAST_WAIT_S, request.wait_s - (self.clock() - began_ns) / 1e9))
+                began_ns = self.clock()
+            try:
+                box = await node.fulfil(request)
+            except _ELSEWHERE as exc:
+                log.info("node %s refused a lease: %s", node.member.name, exc)
+                last = _named(node.member, exc)
+                continue
+            box.ledger.choice = f"node {node.member.name}"
+            return box
+        self._check_running()
+        raise last or (terms.down(self.name) if self._is_down else terms.nobody(self.name, self._roll.refusals))
+
+    def _holding(self, snapshot: Snapshot) -> NodeEngine:
+        node: object = snapshot.engine
+        assert isinstance(node, NodeEngine)
+        return node
+
+    # ---- what is in store ----
+
+    async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
+        """As `untax.Engine.prepare`, on the node where a lease of it would go."""
+        for node in (await self._ready())._ranked():
+            return await node.prepare(spec, progress=progress)
+        raise terms.nobody(self.name, self._roll.refusals)
+
+    async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
+        """As `untax.Engine.warm`: that many in all, spread evenly over the nodes; those of a snapshot on the node that has it."""
+        fleet = await self._ready()
+        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+            raise UsageError(f"n must be a whole number, not {n!r}")
+        if isinstance(spec, (Snapshot, str)):
+            request = await fleet._request_from(spec, Bindings(limits=limits))
+            assert request.snapshot is not None
+            await fleet._holding(request.snapshot).warm(request.snapshot, n, limits=limits)
+            return
+        spec = checked(self.offer, spec, Bindings(limits=limits)).spec
+        nodes = fleet._ranked()
+        if not nodes:
+            raise terms.nobody(self.name, self._roll.refusals)
+        shares = [n // len(nodes) + (index < n % len(nodes)) for index in range(len(nodes))]
+        await asyncio.gather(*(node.warm(spec, share) for node, share in zip(nodes, shares, strict=True)))
+
+    async def pools(self) -> PoolStatus:
+        """All nodes' pools together."""
+        nodes = (await self._ready())._nodes
+        found = await asyncio.gather(*(node.pools() for node in nodes.values() if node.is_usable), return_exceptions=True)
+        return together("fleet", [one for one in found if isinstance(one, PoolStatus)])
+
+    async def ledgers(self) -> tuple[dict[str, Any], ...]:
+        """The latest ledgers that are final, of all clients and nodes."""
+        nodes = (await self._ready())._nodes
+        found = await asyncio.gather(*(node.ledgers() for node in nodes.values()), return_exceptions=True)
+        return tuple(one for ledgers in found if not isinstance(ledgers, BaseException) for one in ledgers)
+
+    async def find_snapshot(self, snapshot_id: str) -> Snapshot:
+        """A saved snapshot by its id, wherever it is; `UsageError` when no node has it."""
+        nodes = [node for node in (await self._ready())._nodes.values() if node.is_usable]
+        found = await asyncio.gather(*(node.find_snapshot(snapshot_id) for node in nodes), return_exceptions=True)
+        for one in found:
+            if isinstance(one, Snapshot):
+                return one
+        raise next((one for one in found if isinstance(one, UntaxError)), None) or terms.nobody(self.name, self._roll.refusals)
+
+    async def _request_from(self, snapshot: Snapshot | str, late: Bindings) -> Request:
+        fleet = await self._ready()
+        engine: object = snapshot.engine if isinstance(snapshot, Snapshot) else None
+        if isinstance(snapshot, Snapshot) and not any(engine is node for node in fleet._nodes.values()):
+            if not snapshot.is_saved:
+                raise UsageError(f"snapshot {snapshot.id} is another engine's, or its node left the fleet; save() it to use it here")
+            snapshot = snapshot.id
+        found = snapshot if isinstance(snapshot, Snapshot) else await fleet.find_snapshot(snapshot)
+        return await fleet._holding(found)._request_from(found, late)
+
+
+_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[type[Fleet], str, str], asyncio.Future[Fleet]]]
+_shared = weakref.WeakKeyDictionary()
+
+
+async def _started(fleet: Fleet) -> Fleet:
+    await fleet.start()
+    return fleet
+
+
+def _from_ticket(kind: type[Fleet], text: str) -> Fleet:
+    return kind.from_ticket(text)
+
+
+async def take_down(keeper: Any) -> None:
+    """End every agent of a fleet, then who keeps it."""
+    from ray.exceptions import RayError
+
+    try:
+        await keeper.down.remote()
+    except RayError as exc:
+        log.warning("the fleet was not taken down in order: %s", str(exc).strip().splitlines()[0])
+    await access.kill(keeper)
+
+
+def _found(name: str) -> Any:
+    """The keeper; False when there is none any more, None while Ray does not say."""
+    try:
+        return access.find_keeper(name) or False
+    except Exception:  # its head is away
+        return None
+
+
+def _named(member: Member, exc: UntaxError) -> UntaxError:
+    """The same, with the node in its words."""
+    where = f"node {member.name}: "
+    if isinstance(exc, StageUnavailable):
+        return StageUnavailable(exc.stage, where + exc.message, exc.log)
+    if isinstance(exc, (BackendError, CreateError, SubstrateUnavailable)):
+        return type(exc)(exc.sandbox_id, where + exc.message)
+    return type(exc)(where + str(exc))

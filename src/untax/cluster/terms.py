@@ -1,0 +1,218 @@
+"""What a fleet's processes tell each other about it: plain data, to JSON and back, and the words of what can be wrong with a node.
+
+JSON and not pickles, so that a release that is not this one is told from its version and not by a field that is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self, TypeVar
+
+from untax import __version__
+from untax.core.errors import PoolClosed, ProtocolError, SubstrateUnavailable, UsageError
+from untax.core.spec import EnvSpec
+
+DEFAULT_NAME = "untax"
+SKEW_MAX_S = 30.0
+"""Between the clocks of two nodes. Certificates and the times in ledgers are read by them."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+D = TypeVar("D", bound="_Data")
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    def to_data(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """What a later release says beside it is left out; `ProtocolError` for what lacks something."""
+        try:
+            return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
+        except (KeyError, TypeError) as exc:
+            raise ProtocolError(f"a {cls.__name__.lower()} without its facts: {exc}; install one release of untax on all nodes") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Member(_Data):
+    """One node's agent."""
+
+    node_id: str
+    """Ray's."""
+    name: str
+    """For people: what Ray's own lists call the node, or its address."""
+    address: str
+    url: str
+    """Where it is reached over TLS; another one for each agent that a node had."""
+    socket: str
+    boot_id: str | None
+    """The socket is one for a client's own use where both have the same."""
+    version: str
+    substrate: str
+    isolation: str
+    usual: str
+    is_draining: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Of this agent; one that took its place on the same node has another."""
+        return self.node_id, self.url
+
+    def drained(self) -> Member:
+        return replace(self, is_draining=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(_Data):
+    """A node that is not in the fleet, and why, with the remedy."""
+
+    node_id: str
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"node {self.name}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetOffer:
+    """What leases are checked against: the substrate that every node has."""
+
+    name: str
+    isolation: str
+    usual: str
+
+    def default_spec(self) -> EnvSpec:
+        return EnvSpec(isolation=self.usual)
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What lets a process into a fleet: all that a pickled handle is. Whoever has it may lease from every node."""
+
+    name: str
+    token: str = field(repr=False)
+    authority: str = field(repr=False)
+    """The certificate that signed every agent's; nobody else's signature counts."""
+    version: str
+    ray_address: str
+    offer: FleetOffer | None = None
+    members: tuple[Member, ...] = ()
+    """Who was in it when the ticket was made, to begin with."""
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "name": self.name,
+                "token": self.token,
+                "authority": self.authority,
+                "version": self.version,
+                "ray_address": self.ray_address,
+                "offer": None if self.offer is None else asdict(self.offer),
+                "members": [one.to_data() for one in self.members],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Ticket:
+        """`UsageError` for one of another release, `ProtocolError` for what is none."""
+        try:
+            data = json.loads(text)
+            check_version(str(data["name"]), str(data["version"]))
+            return cls(
+                str(data["name"]),
+                str(data["token"]),
+                str(data["authority"]),
+                str(data["version"]),
+                str(data["ray_address"]),
+                None if data["offer"] is None else FleetOffer(**data["offer"]),
+                tuple(Member.from_data(one) for one in data["members"]),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            if isinstance(exc, UsageError):
+                raise
+            raise ProtocolError(f"a fleet's ticket that is none: {exc!r}") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Who is in the fleet. `version` grows with each change."""
+
+    version: int
+    members: tuple[Member, ...]
+    refusals: tuple[Refusal, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "version": self.version,
+                "members": [one.to_data() for one in self.members],
+                "refusals": [one.to_data() for one in self.refusals],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Roll:
+        try:
+            data = json.loads(text)
+            return cls(
+                int(data["version"]),
+                tuple(Member.from_data(one) for one in data["members"]),
+                tuple(Refusal.from_data(one) for one in data["refusals"]),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"a fleet's roll that is none: {exc!r}") from exc
+
+
+# ---- what can be wrong ----
+
+
+def checked_name(name: object) -> str:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise UsageError(f"a fleet's name has 1 to 63 letters, digits, '.', '_' or '-', unlike {name!r}")
+    return name
+
+
+def check_version(name: str, version: str) -> None:
+    if version != __version__:
+        raise UsageError(
+            f"the fleet {name!r} runs untax {version}, this process {__version__}: install untax=={version} here, or take the fleet "
+            f"down and up again with {__version__}"
+        )
+
+
+def version_trouble(version: str, expected: str) -> str | None:
+    if version == expected:
+        return None
+    return f"it has untax {version}, the fleet {expected}: install untax=={expected} there"
+
+
+def skew_trouble(asked_s: float, said_s: float, answered_s: float) -> str | None:
+    """Of a node that said what its clock reads between two readings of ours."""
+    ahead_s = said_s - answered_s if said_s > answered_s else min(0.0, said_s - asked_s)
+    if abs(ahead_s) <= SKEW_MAX_S:
+        return None
+    return f"its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}: set it, and keep it so with NTP (chrony)"
+
+
+def down(name: str) -> PoolClosed:
+    return PoolClosed(f"the fleet {name!r} was taken down; bring it up again with untax.Fleet() or `untax fleet up`, and get a new handle")
+
+
+def stranger(name: str, member: Member, exc: UsageError) -> UsageError:
+    return UsageError(
+        f"node {member.name}: {exc}. This handle is not of the fleet {name!r} that runs there now: get a new handle of it "
+        "(Fleet.current(), or from the program that brought it up); if it is a new one, set this machine's clock"
+    )
+
+
+def nobody(name: str, refusals: Iterable[Refusal]) -> SubstrateUnavailable:
+    reasons = "; ".join(str(one) for one in refusals)
+    return SubstrateUnavailable(
+        "", f"no node is in the fleet {name!r}: {reasons or 'the Ray cluster has none that lives; start one: ray start'}"
+    )

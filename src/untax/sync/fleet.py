@@ -1,0 +1,105 @@
+"""The fleet, blocking."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from untax.cluster import access, terms
+from untax.cluster.fleet import Fleet as AsyncFleet
+from untax.cluster.node import NodeEngine
+from untax.cluster.terms import Member, Refusal, Ticket
+from untax.sync.direct import DirectRemoteBox, Threaded
+from untax.sync.engine import Engine
+from untax.sync.loop import Loop
+
+
+class DirectNodeEngine(Threaded, NodeEngine):
+    box_class = DirectRemoteBox
+
+
+class DirectFleet(Threaded, AsyncFleet):
+    node_class = DirectNodeEngine
+
+    def _made(self, member: Member, *, is_here: bool) -> NodeEngine:
+        node = super()._made(member, is_here=is_here)
+        assert isinstance(node, DirectNodeEngine)
+        node.thread, node.threads = self.thread, self.threads
+        return node
+
+
+class Fleet(Engine):
+    """As `untax.Fleet`: `with`, or `start()` and `aclose()`.
+
+    A handle that was pickled, or that `current` gave, is one for all of its process: it begins by itself and lasts until `aclose`, so that the next task finds its connections.
+    """
+
+    _inner: DirectFleet
+
+    def __init__(self, address: str = "auto", **options: Any) -> None:
+        self._begin(DirectFleet(address, **options))
+        self._is_shared = False
+
+    @classmethod
+    def current(cls, name: str = terms.DEFAULT_NAME) -> Fleet:
+        """Inside a task or an actor of the cluster: its fleet. `UsageError` where there is none."""
+        return _shared(access.ticket_of(name))
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self._inner.members
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return self._inner.refusals
+
+    def ledgers(self) -> tuple[dict[str, Any], ...]:
+        return self._running().run(self._inner.ledgers())
+
+    def ticket(self) -> str:
+        return self._inner.ticket()
+
+    def aclose(self) -> None:
+        with _lock:
+            for key in [key for key, fleet in _handles.items() if fleet is self]:
+                del _handles[key]
+        super().aclose()
+
+    close = aclose
+
+    def __enter__(self) -> Fleet:
+        if not self._is_shared:
+            self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._is_shared:
+            self.aclose()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shared, (self.ticket(),)
+
+    def _running(self) -> Loop:
+        if self._is_shared and self._loop is None:
+            with _lock:
+                if self._loop is None:
+                    self.start()
+        return super()._running()
+
+
+_handles: dict[tuple[int, str, str], Fleet] = {}
+_lock = threading.RLock()
+
+
+def _shared(text: str) -> Fleet:
+    """The handle of this process for the fleet that gave the ticket."""
+    ticket = Ticket.from_json(text)
+    with _lock:
+        key = (os.getpid(), ticket.name, ticket.token)
+        found = _handles.get(key)
+        if found is None:
+            found = _handles[key] = Fleet.__new__(Fleet)
+            found._begin(DirectFleet.from_ticket(text))
+            found._is_shared = True
+        return found

@@ -1,0 +1,144 @@
+"""`untax.Fleet` over Ray nodes at loopback addresses of their own: one cluster for all of this module."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+from tests import raycluster
+
+import untax
+
+if reason := raycluster.unavailable_reason():
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with raycluster.RayCluster(2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+async def fleet(cluster, tmp_path_factory):
+    state = tmp_path_factory.mktemp("fleet")
+    async with untax.Fleet(cluster.address, substrate="namespace", state_dir=state / "{node}") as fleet:
+        yield fleet
+
+
+async def test_a_fleet_leases_on_every_node_and_says_which(fleet, cluster):
+    assert {member.node_id for member in fleet.members} == set(cluster.ids()) and not fleet.refusals
+    async with fleet.lease() as one, fleet.lease() as another:
+        assert {(await box.run(["echo", "there"])).stdout for box in (one, another)} == {b"there\n"}
+        assert all(box._engine.member.name in box.ledger.choice for box in (one, another))
+        assert {box._engine.member.node_id for box in (one, another)} == set(cluster.ids())
+    assert one.ledger.verdict == "trusted"
+
+
+async def test_an_agent_of_the_same_node_is_reached_over_its_socket_and_the_others_over_tls(fleet, cluster):
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    assert {node.member.node_id for node in fleet._nodes.values() if node.is_here} == {here}
+    for member in fleet.members:
+        assert member.url.startswith(f"https://{member.address}:")
+        assert (os.stat(member.socket).st_mode & 0o777) == 0o600
+
+
+async def test_a_handle_is_used_where_it_was_unpickled(fleet):
+    handle = pickle.loads(pickle.dumps(fleet))
+    async with handle.lease() as box:
+        assert (await box.run(["echo", "there"])).stdout == b"there\n"
+    shared = await handle._ready()
+    assert shared is not fleet and (await pickle.loads(pickle.dumps(fleet))._ready()) is shared  # one for the whole event loop
+    await shared.aclose()
+    async with pickle.loads(pickle.dumps(handle)) as own, own.lease() as box:
+        assert (await box.run(["echo", "again"])).stdout == b"again\n"
+
+
+async def test_tasks_and_actors_of_the_cluster_use_it(fleet):
+    import ray
+
+    @ray.remote(num_cpus=0.1)
+    def task(handle):
+        from untax.sync import Fleet
+
+        with Fleet.current().lease() as box:
+            found = box.run(["echo", "task"]).stdout
+        fleet = pickle.loads(handle)
+        assert fleet is Fleet.current()
+        return found
+
+    @ray.remote(num_cpus=0.1)
+    class Worker:
+        async def rollout(self):
+            async with untax.Fleet.current().lease() as box:
+                return (await box.run(["echo", "actor"])).stdout
+
+    from untax.sync.fleet import _shared
+
+    handle = pickle.dumps(_Blocking(_shared, fleet.ticket()))
+    worker = Worker.remote()
+    assert (
+        await asyncio.gather(*(task.remote(handle) for _ in range(3)), *(worker.rollout.remote() for _ in range(3)))
+        == [b"task\n"] * 3 + [b"actor\n"] * 3
+    )
+
+
+class _Blocking:
+    """Pickles as a blocking handle does, which this process need not have."""
+
+    def __init__(self, make, ticket):
+        self._reduced = make, (ticket,)
+
+    def __reduce__(self):
+        return self._reduced
+
+
+def test_what_a_program_leaves_behind_when_its_fleet_closes(cluster, tmp_path):
+    from untax.sync import Fleet
+
+    with Fleet(cluster.address, name="second", state_dir=tmp_path / "{node}") as fleet, fleet.lease() as box:
+        assert box.run(["echo", "there"]).stdout == b"there\n"
+        sockets = [member.socket for member in fleet.members]
+        assert len(sockets) == 2
+    assert not any(os.path.exists(path) for path in sockets)
+    assert not _mounts_below(tmp_path)
+    with pytest.raises(untax.UntaxError):
+        fleet.acquire()
+
+
+def _mounts_below(path: Path) -> list[str]:
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(path) in line]
+
+
+async def test_every_agent_knows_the_others_and_answers_for_all_with_the_fleets_token_only(fleet):
+    from untax.cluster.node import _address
+    from untax.remote.get import get
+
+    ticket = fleet._ticket
+    for member in fleet.members:
+        address = _address(member, ticket)
+        for _ in range(100):  # they are told a moment after the clients
+            text = (await get(address, "/fleet/metrics", timeout_s=5)).decode()
+            if text.count("untax_node_up{") == len(fleet.members):
+                break
+            await asyncio.sleep(0.05)
+        assert text.count("untax_node_up{") == len(fleet.members), text
+        with pytest.raises(untax.UntaxError):
+            await get(dataclasses.replace(address, token="x" * 43), "/fleet/metrics", timeout_s=5)
+
+
+async def test_a_token_that_does_not_fit_is_refused_with_the_node_and_the_remedy(fleet):
+    ticket = json.loads(fleet.ticket())
+    stranger = untax.Fleet.from_ticket(json.dumps({**ticket, "token": "x" * 43}))
+    with pytest.raises(untax.UsageError, match=r"node 127\.0\.0\.\d: .* handle"):
+        await stranger.start()
+    from untax.cluster.trust import Trust
+
+    other = untax.Fleet.from_ticket(json.dumps({**ticket, "authority": Trust.new("untax").authority.certificate}))
+    with pytest.raises(untax.UsageError, match=r"node 127\.0\.0\.\d: .* handle"):
+        await other.start()
