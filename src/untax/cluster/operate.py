@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from untax.cluster import access, terms
 from untax.cluster.agent import Plan
 from untax.cluster.fleet import take_down
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.cluster.trust import pinned
-
-from untax.cluster import access, terms
 from untax.core.errors import BackendError, UntaxError, UsageError
 from untax.service.fleet import NodeStatus, Peer, Peers
 
