@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Coroutine
@@ -67,7 +68,9 @@ def carry_out(arguments: argparse.Namespace) -> int:
     from untax.cluster.access import require_ray
 
     require_ray()
-    code: int = asyncio.run(arguments.act(arguments))
+    arguments.out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what happens to its nodes
+        code: int = asyncio.run(arguments.act(arguments))
     return code
 
 
@@ -117,7 +120,7 @@ async def _drain(arguments: argparse.Namespace) -> int:
             print(f"untax: waiting for the leases of {arguments.node}; Ctrl-C leaves it draining", file=sys.stderr)
         await operated.drain(arguments.node, wait=not arguments.no_wait)
     said = {"fleet": arguments.name, "node": arguments.node, "drained": not arguments.no_wait}
-    print(json.dumps(said) if arguments.json else f"{arguments.node} is {'draining' if arguments.no_wait else 'drained'}")
+    _say(arguments, said, f"{arguments.node} is {'draining' if arguments.no_wait else 'drained'}")
     return 0
 
 
@@ -127,11 +130,7 @@ async def _down(arguments: argparse.Namespace) -> int:
     async with operate.operating(arguments.address, arguments.name) as operated:
         nodes = [one.name for one in (await operated.roll()).members]
         await operated.down()
-    print(
-        json.dumps({"fleet": arguments.name, "nodes": nodes})
-        if arguments.json
-        else f"the fleet {arguments.name!r} is down, {len(nodes)} agents ended"
-    )
+    _say(arguments, {"fleet": arguments.name, "nodes": nodes}, f"the fleet {arguments.name!r} is down, {len(nodes)} agents ended")
     return 0
 
 
@@ -140,15 +139,16 @@ async def _access(arguments: argparse.Namespace) -> int:
 
     async with operate.operating(arguments.address, arguments.name) as operated:
         written = [str(path) for path in operated.write_access(Path(arguments.directory), (await operated.roll()).members)]
-    print(json.dumps({"fleet": arguments.name, "written": written}) if arguments.json else "\n".join(written))
+    _say(arguments, {"fleet": arguments.name, "written": written}, "\n".join(written))
     return 0
 
 
 def _show(status: FleetStatus, arguments: argparse.Namespace, *, is_new: bool | None = None) -> None:
-    if arguments.json:
-        extra = {} if is_new is None else {"is_new": is_new}
-        print(json.dumps({**status.as_dict(), **extra}), flush=True)
-        return
     title = f"fleet {status.fleet} on {status.ray_address} (untax {status.release}, {status.substrate or 'no substrate'})"
-    clear = "\x1b[H\x1b[J" if getattr(arguments, "watch", False) and sys.stdout.isatty() else ""
-    print(clear + "\n".join(fleet_lines(title, status.nodes)), flush=True)
+    clear = "\x1b[H\x1b[J" if getattr(arguments, "watch", False) and arguments.out.isatty() else ""
+    document = status.as_dict() if is_new is None else {**status.as_dict(), "is_new": is_new}
+    _say(arguments, document, clear + "\n".join(fleet_lines(title, status.nodes)))
+
+
+def _say(arguments: argparse.Namespace, document: dict[str, Any], text: str) -> None:
+    print(json.dumps(document) if arguments.json else text, file=arguments.out, flush=True)

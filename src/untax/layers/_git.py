@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,18 +108,26 @@ class Git:
         with everything it started when the caller is cancelled.
         """
         self._prepare()
+        env = self._environment(config or {})
+        git = shutil.which("git", path=env.get("PATH"))
         try:
+            if git is None:
+                raise FileNotFoundError("git")
+            # A shell sets the mask: uvloop, which every Ray actor runs on, has no argument for it.
             child = await asyncio.create_subprocess_exec(
-                "git",
+                "/bin/sh",
+                "-c",
+                'umask 022; exec "$@"',
+                "sh",
+                git,
                 *argv,
                 cwd=cwd,
-                env=self._environment(config or {}),
+                env=env,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=tuple(inherit),
-                umask=0o022,
             )
         except FileNotFoundError as exc:
             raise StageUnavailable("repo", "git is not installed on this machine; install the package git") from exc
