@@ -26,7 +26,7 @@ from untax.workshop import Workshop
 
 if TYPE_CHECKING:
     from untax.engine import Engine
-    from untax.layers.build import Prepared, RepoTree, Stages
+    from untax.layers.build import Prepared, RepoTree, Stages, StageSource
     from untax.layers.marks import Marks
     from untax.layers.sources import Progress
     from untax.layers.store import LayerStore
@@ -62,12 +62,15 @@ class Warehouse:
             )
         self._grounds: Grounds | None = None
         self._shelf: Shelf | None = None
+        self._stages: Stages | None = None
         self._plain: Stages | None = None
         self._borrowed: BorrowedWorkshop | None = None
         self._trees: dict[Repo, RepoTree] = {}
         self._opened: LayerStore | None = None
         self.changed: Callable[[], None] | None = None
         """Called when something in a store with a budget was used, or is in use no more: it is to be settled some time later."""
+        self.filled = 0.0
+        """The share of the store's budget that is taken, as `settle` saw it last; what is in use counts too, so that it may be above 1."""
         self.has_users = False
         """Whether commands may be of several users inside, root among them: where the engine is not root there is but one id."""
 
@@ -118,6 +121,11 @@ class Warehouse:
             raise UsageError("this engine has no store of layers open")
         return self._opened
 
+    def fetch_from(self, source: StageSource | None) -> None:
+        """Ask there before a stage is built; None for nowhere. Without layers there is nothing to ask for."""
+        if self._stages is not None:
+            self._stages.source = source
+
     # ---- what leases begin with ----
 
     def at_hand(self, request: Request) -> Ground | None:
@@ -157,15 +165,23 @@ class Warehouse:
             for key, times in uses:
                 store.used(key, times)
             _trim(store)
+            if store.budget_bytes is not None:
+                self.filled = sum(layer.bytes for layer in store.layers()) / store.budget_bytes
             return store.unkept()
 
         return await asyncio.to_thread(work)
+
+    async def stage_keys(self) -> frozenset[str]:
+        """Of all stages in the store."""
+        if self._opened is None or self._grounds is None:
+            return frozenset()
+        return frozenset(record.key for record in await asyncio.to_thread(self.store.stages))
 
     async def missing(self, keys: Collection[str]) -> frozenset[str]:
         """Those of some stages that were here and are in the store no more."""
         if self._opened is None or self._grounds is None:
             return frozenset()
-        there = await asyncio.to_thread(lambda: {record.key for record in self.store.stages()})
+        there = await self.stage_keys()
         return frozenset(key for key in keys if key not in there)
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None) -> Prepared:
@@ -236,7 +252,8 @@ class Warehouse:
 
         store = await self._open_store(marks)
         host.use(store.root / HOST_CACHE)
-        self._grounds = Grounds(store, Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels)))
+        self._stages = Stages(store, Workshop(self._engine, self._setup_network, self._setup_wheels))
+        self._grounds = Grounds(store, self._stages)
         self._grounds.changed = self._has_changed
         self._shelf = Shelf(self._engine, self._grounds)
 
@@ -247,8 +264,8 @@ class Warehouse:
         store = await self._open_store("trusted" if is_host_root() else "user")
         host.use(store.root / HOST_CACHE)
         self._borrowed = BorrowedWorkshop(substrate.builder, self._path.parent, self._setup_network, self._setup_wheels)
-        stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
-        self._grounds = Imports(self._engine, substrate, store, stages)
+        self._stages = Stages(store, self._borrowed, find=source_finder(substrate, store.root / HOST_CACHE))
+        self._grounds = Imports(self._engine, substrate, store, self._stages)
         self._grounds.changed = self._has_changed
         if isinstance(substrate, Reviving):
             self._shelf = Shelf(self._engine, self._grounds)

@@ -17,9 +17,8 @@ if reason := raycluster.unavailable_reason():
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with raycluster.RayCluster(2) as cluster:
-        yield cluster
+def cluster(ray_nodes):
+    return ray_nodes
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +30,14 @@ async def fleet(cluster, tmp_path_factory):
 
 async def test_a_fleet_leases_on_every_node_and_says_which(fleet, cluster):
     assert {member.node_id for member in fleet.members} == set(cluster.ids()) and not fleet.refusals
-    async with fleet.lease() as one, fleet.lease() as another:
-        assert {(await box.run(["echo", "there"])).stdout for box in (one, another)} == {b"there\n"}
-        assert all(box._engine.member.name in box.ledger.choice for box in (one, another))
-        assert {box._engine.member.node_id for box in (one, another)} == set(cluster.ids())
-    assert one.ledger.verdict == "trusted"
+    boxes = await asyncio.gather(
+        *(fleet.acquire() for _ in range((os.cpu_count() or 1) + 1))
+    )  # more than the caller's own node has to take
+    assert {(await box.run(["echo", "there"])).stdout for box in boxes} == {b"there\n"}
+    assert all(box._engine.member.name == box.ledger.placed.node for box in boxes)
+    assert {box._engine.member.node_id for box in boxes} == set(cluster.ids())
+    await asyncio.gather(*(box.release() for box in boxes))
+    assert {box.ledger.verdict for box in boxes} == {"trusted"}
 
 
 async def test_an_agent_of_the_same_node_is_reached_over_its_socket_and_the_others_over_tls(fleet, cluster):
@@ -96,6 +98,40 @@ class _Blocking:
 
     def __reduce__(self):
         return self._reduced
+
+
+async def test_what_one_node_built_another_fetches_and_snapshots_are_copied(fleet, cluster, tmp_path):
+    """A stage is built once in the fleet: the second node's ledger tells of the same layers, and its log of no build."""
+    import subprocess
+
+    from tests.images import small_directory
+
+    image = tmp_path / "small.tar"
+    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
+    spec = untax.EnvSpec(image=f"tar:{image}", setup=("cat /proc/sys/kernel/random/uuid > /made",))
+    first, second = fleet._nodes.values()
+    made = []
+    for node in (first, second):
+        async with node.lease(spec) as box:
+            made.append((await box.read("/made"), set(box.ledger.stages)))
+            if node is first:
+                await box.write("mine", b"of the first")
+                snapshot = await box.snapshot()
+    assert made[0] == made[1], "a second build would have made another"
+
+    there = await fleet.copy(snapshot, second.member.node_id)
+    assert there.id == snapshot.id and there.engine is second
+    await snapshot.drop()
+    async with fleet.restore(there) as box:
+        assert await box.read("mine") == b"of the first"
+        assert second.member.name in box.ledger.choice or box._engine is second
+    with pytest.raises(untax.UsageError, match="no node is named"):
+        await fleet.copy(there, "nowhere")
+    async with first.lease() as box:
+        of_host = await box.snapshot()
+    with pytest.raises(untax.StageUnavailable, match="does not travel"):
+        await fleet.copy(of_host, second.member.node_id)
+    await of_host.drop()
 
 
 def test_what_a_program_leaves_behind_when_its_fleet_closes(cluster, tmp_path):

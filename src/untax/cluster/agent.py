@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
 import os
 import shutil
+import ssl
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import untax
+from untax.cluster import transfer
 from untax.cluster.reaper import Reaper
 from untax.cluster.terms import Member
+from untax.cluster.transfer import Transfer
 from untax.cluster.trust import Identity, pinned
 from untax.core.errors import UsageError
 from untax.core.spec import Limits
@@ -77,6 +81,7 @@ class Agent:
         self._post = post
         self._stack = contextlib.AsyncExitStack()
         self._hosting: Hosting | None = None
+        self._transfer: Transfer | None = None
         self.member: Member | None = None
 
     async def start(self) -> Member:
@@ -96,6 +101,8 @@ class Agent:
         """These are in the fleet from here on, this node among them."""
         if self._hosting is not None and self._hosting.fleet is not None:
             self._hosting.fleet.meet([Peer(one.node_id, one.name, one.url, one.is_draining) for one in members])
+        if self._transfer is not None:
+            self._transfer.meet([transfer.Peer.at(one.node_id, one.layers) for one in members if one.layers])
 
     @property
     def leases(self) -> int:
@@ -141,6 +148,7 @@ class Agent:
             substrate=engine.offer.name,
             isolation=engine.offer.isolation,
             usual=usual_isolation(engine.offer),
+            layers=self._transfer.address if self._transfer is not None else "",
         )
 
     def _hold(self, stack: contextlib.AsyncExitStack, state: Path) -> None:
@@ -163,9 +171,29 @@ class Agent:
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)
         await listener.start()
+        if engine.warehouse.has_stages:
+            await self._travel(stack, engine, certificate, key)
         for path in (certificate, key):
             path.unlink()  # read, and needed by nobody else
         return listener.url
+
+    async def _travel(self, stack: contextlib.AsyncExitStack, engine: Engine, certificate: Path, key: Path) -> None:
+        """Give the store's layers to other nodes, and have theirs."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(certificate, key)
+        post = self._post
+        travel = self._transfer = Transfer(
+            post.node_id,
+            engine.warehouse.store,
+            server_context=context,
+            client_context=pinned(post.authority),
+            token=post.token,
+            host=post.address,
+        )
+        travel.start()
+        stack.push_async_callback(asyncio.to_thread, travel.close)
+        engine.warehouse.fetch_from(travel)
 
 
 def _place(stack: contextlib.AsyncExitStack, state: Path, name: str) -> Path:

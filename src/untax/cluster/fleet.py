@@ -15,15 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from untax.box import Box
-from untax.cluster import access, terms
+from untax.cluster import access, copies, terms
 from untax.cluster.node import NodeEngine
+from untax.cluster.placing import Placing
 from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket
 from untax.core.errors import (
     BackendError,
-    CreateError,
     PoolClosed,
-    StageFailed,
-    StageUnavailable,
     SubstrateUnavailable,
     UntaxError,
     UsageError,
@@ -42,10 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.cluster")
 
-_LEAST_WAIT_S = 0.001
 _AGAIN_S = 1.0  # until Ray is asked again, when its head or the keeper is away
-# What another node may do better.
-_ELSEWHERE = (BackendError, CreateError, PoolClosed, StageUnavailable, SubstrateUnavailable)
 
 
 class Fleet(Leasing):
@@ -88,6 +83,7 @@ class Fleet(Leasing):
         """Not in the fleet any more, and not over yet."""
         self._roll = Roll(0, (), ())
         self._following: asyncio.Task[None] | None = None
+        self._placing = Placing()
         self._is_down = False
 
     # ---- handles ----
@@ -188,6 +184,7 @@ class Fleet(Leasing):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
+        await self._placing.aclose()
         await asyncio.gather(*(node.aclose() for node in (*self._nodes.values(), *self._left)), return_exceptions=True)
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
             await asyncio.wait(chores)
@@ -265,9 +262,16 @@ class Fleet(Leasing):
                 self._keeper = found or self._keeper
             self._roll = replace(self._roll, version=-1)
 
+    async def _is_taken_down(self) -> bool:
+        """Whether nobody keeps it any more, which may not have been told yet. Only asked when a lease has failed everywhere."""
+        if await asyncio.to_thread(_found, self.name) is False:
+            self._was_taken_down()
+        return self._is_down
+
     def _was_taken_down(self) -> None:
         self._is_down = True
         for node in self._nodes.values():
+            self._placing.leave(node.label, node)
             node.left()
 
     def _take(self, roll: Roll) -> None:
@@ -276,8 +280,11 @@ class Fleet(Leasing):
             member = next((one for one in roll.members if one.key == key), None)
             if member is not None:
                 node.member = member
+                if member.is_draining:
+                    self._placing.views.drained(node.label)
             else:
                 del self._nodes[key]
+                self._placing.leave(node.label, node)
                 self._left.add(node)
                 node.left()
                 node.on_over = self._left.discard
@@ -305,6 +312,15 @@ class Fleet(Leasing):
         except UsageError as exc:
             raise terms.stranger(self.name, member, exc) from exc
         self._nodes[member.key] = node
+        node.label = self._label(member)
+        if node.is_here:
+            self._placing.views.here = node.label
+        self._placing.follow(node.label, node)
+
+    def _label(self, member: Member) -> str:
+        """What the node is called in ledgers and messages: its name, unless there is another of that name."""
+        others = {one.name for one in self._roll.members if one.node_id != member.node_id}
+        return f"{member.name} ({member.node_id[:8]})" if member.name in others else member.name
 
     def _made(self, member: Member, *, is_here: bool) -> NodeEngine:
         assert self._ticket is not None
@@ -335,7 +351,8 @@ class Fleet(Leasing):
             raise
         return await fleet._ready()
 
-    def _ranked(self) -> list[NodeEngine]:
+    def _usable(self) -> list[NodeEngine]:
+        """The least loaded by this client first."""
         usable = [node for node in self._nodes.values() if node.is_usable]
         return sorted(usable, key=lambda node: (not node.is_connected, node.load, node.member.node_id != self._own_node))
 
@@ -344,26 +361,15 @@ class Fleet(Leasing):
         return await (fleet._fulfil(request) if request.snapshot is None else fleet._holding(request.snapshot).fulfil(request))
 
     async def _fulfil(self, request: Request) -> Box:
-        began_ns = self.clock()
-        last: UntaxError | None = None
-        for node in self._ranked():
-            if request.wait_s is not None and last is not None:
-                request = replace(request, wait_s=max(_LEAST_WAIT_S, request.wait_s - (self.clock() - began_ns) / 1e9))
-                began_ns = self.clock()
-            try:
-                box = await node.fulfil(request)
-            except UntaxError as exc:
-                if not _may_do_better_elsewhere(exc):
-                    raise
-                log.info("node %s refused a lease: %s", node.member.name, exc)
-                last = _named(node.member, exc)
-                continue
-            box.ledger.choice = f"node {node.member.name}"
-            return box
-        self._check_running()
-        if not self._is_down and self._keeper is not None and await asyncio.to_thread(_found, self.name) is False:
-            self._was_taken_down()
-        raise terms.down(self.name) if self._is_down else last or terms.nobody(self.name, self._roll.refusals)
+        try:
+            return await self._placing.fulfil(request)
+        except (BackendError, PoolClosed, SubstrateUnavailable):
+            self._check_running()
+            if self._is_down or await self._is_taken_down():
+                raise terms.down(self.name) from None
+            if not self._placing.views.nodes:
+                raise terms.nobody(self.name, self._roll.refusals) from None
+            raise
 
     def _holding(self, snapshot: Snapshot) -> NodeEngine:
         node: object = snapshot.engine
@@ -374,8 +380,9 @@ class Fleet(Leasing):
 
     async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
         """As `untax.Engine.prepare`, on the node where a lease of it would go."""
-        for node in (await self._ready())._ranked():
-            return await node.prepare(spec, progress=progress)
+        fleet = await self._ready()
+        for best in await fleet._placing.ranked(checked(self.offer, spec, Bindings()).spec):
+            return await fleet._placing.engine(best.node).prepare(spec, progress=progress)
         raise terms.nobody(self.name, self._roll.refusals)
 
     async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
@@ -389,7 +396,7 @@ class Fleet(Leasing):
             await fleet._holding(request.snapshot).warm(request.snapshot, n, limits=limits)
             return
         spec = checked(self.offer, spec, Bindings(limits=limits)).spec
-        nodes = fleet._ranked()
+        nodes = fleet._usable()
         if not nodes:
             raise terms.nobody(self.name, self._roll.refusals)
         shares = [n // len(nodes) + (index < n % len(nodes)) for index in range(len(nodes))]
@@ -415,6 +422,17 @@ class Fleet(Leasing):
             if isinstance(one, Snapshot):
                 return one
         raise next((one for one in found if isinstance(one, UntaxError)), None) or terms.nobody(self.name, self._roll.refusals)
+
+    async def copy(self, snapshot: Snapshot | str, node: str) -> Snapshot:
+        """Copy a snapshot to a second node, named by its id, name or address; gives it as it is there. It is saved first, and each is dropped for itself.
+
+        `UsageError` for one of running processes; `StageUnavailable` for one over the host's own files, which are that node's alone, or when
+        the disk there is full.
+        """
+        fleet = await self._ready()
+        assert fleet._ticket is not None
+        found = snapshot if isinstance(snapshot, Snapshot) else await fleet.find_snapshot(snapshot)
+        return await copies.copy(found, node, fleet.members, fleet._nodes, fleet._ticket)
 
     async def _request_from(self, snapshot: Snapshot | str, late: Bindings) -> Request:
         fleet = await self._ready()
@@ -457,18 +475,3 @@ def _found(name: str) -> Any:
         return access.find_keeper(name) or False
     except Exception:  # its head is away
         return None
-
-
-def _may_do_better_elsewhere(exc: UntaxError) -> bool:
-    """A set-up command that found no room may have filled the node's disk, and not its own share."""
-    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and "disk_full" in exc.message)
-
-
-def _named(member: Member, exc: UntaxError) -> UntaxError:
-    """The same, with the node in its words."""
-    where = f"node {member.name}: "
-    if isinstance(exc, (StageFailed, StageUnavailable)):
-        return type(exc)(exc.stage, where + exc.message, exc.log)
-    if isinstance(exc, (BackendError, CreateError, SubstrateUnavailable)):
-        return type(exc)(exc.sandbox_id, where + exc.message)
-    return type(exc)(where + str(exc))

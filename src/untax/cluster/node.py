@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from untax.box import Box
     from untax.core.span import Clock
     from untax.leases import Request
+    from untax.remote.box import RemoteBox
 
 
 class NodeEngine(RemoteEngine):
@@ -29,6 +30,8 @@ class NodeEngine(RemoteEngine):
     def __init__(self, member: Member, ticket: Ticket, *, is_here: bool, clock: Clock) -> None:
         super().__init__(f"unix:{member.socket}", clock=clock)
         self.member = member
+        self.label = member.name
+        """As ledgers and messages call the node."""
         self.on_over: Callable[[NodeEngine], object] | None = None
         """Told when it left and nothing of it is held any more."""
         self._asking = 0
@@ -49,10 +52,10 @@ class NodeEngine(RemoteEngine):
         """Leases of this client here, asked for or held."""
         return self._asking + len(self._boxes)
 
-    async def fulfil(self, request: Request) -> Box:
+    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
         self._asking += 1
         try:
-            return await super().fulfil(request)
+            return await super().fulfil(request, may_refuse=may_refuse)
         finally:
             self._asking -= 1
 

@@ -57,6 +57,8 @@ class Member(_Data):
     isolation: str
     usual: str
     is_draining: bool = False
+    layers: str = ""
+    """`host:port` where other nodes get its layers from; empty where it has none to give."""
 
     @property
     def key(self) -> tuple[str, str]:

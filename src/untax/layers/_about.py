@@ -70,6 +70,15 @@ def _unpacked(data: bytes) -> list[bytes]:
     return rows
 
 
+def rows_in(path: Path, layer_id: str) -> bytes | None:
+    """As they were packed; None where they are missing or damaged."""
+    try:
+        packed = (path / "rows").read_bytes()
+        return packed if id_of_rows(_unpacked(packed)) == layer_id else None
+    except (OSError, zlib.error):
+        return None
+
+
 def difference(path: Path, layer_id: str) -> str:
     """What of a layer's tree is not as it was stored, in words."""
     try:

@@ -57,6 +57,16 @@ class Workshop(Protocol):
         """
 
 
+class StageSource(Protocol):
+    """Where a stage that is not here may be had without building it; given by whoever knows of other stores."""
+
+    def obtain(self, stage: Stage, progress: Progress) -> AbstractAsyncContextManager[StageRecord | None]:
+        """A record of this stage, whose layers are in the store by now and held for it; None when it is to be built here.
+
+        While the block lasts nobody else in reach builds it; how the block ends is told to those who wait for it.
+        """
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """What a spec stands on. Its layers stay in the store until `pin` is closed."""
@@ -117,6 +127,8 @@ class Stages:
         self._workshop = workshop
         self._find = find or functools.partial(sources.find, cache=store.root / "host")
         self._clock = clock
+        self.source: StageSource | None = None
+        """Asked before a stage is built that is the same on every machine."""
         self._mirrors = Mirrors(store.mirrors)
         self._images: dict[str, _Image] = {}
         self._identifying: Flights[_Image] = Flights(drop=lambda _: None)
@@ -142,7 +154,7 @@ class Stages:
                     root = await image.source.root()
                     continue
                 work = _Work(stage, spec, image, root, ids, stages[1].key, progress or _untold)
-                async with self._rung(stage, functools.partial(self._parts, work)) as made:
+                async with self._rung(stage, functools.partial(self._parts, work), work.progress) as made:
                     pins.append(await self._pinned(made.record.adds))
                 if made.seconds is not None:
                     built[stage.name] = made.seconds
@@ -174,7 +186,7 @@ class Stages:
         async def parts() -> _Parts:
             return _Parts(await self._checked_out(repo, WORKDIR, Root(layers=()), progress or _untold), ImageConfig())
 
-        async with self._rung(stage, parts) as made:
+        async with self._rung(stage, parts, progress or _untold) as made:
             pin = await self._pinned(made.record.adds)
         return RepoTree(self._store.layer(made.record.adds[0]).tree / WORKDIR.strip("/"), pin)
 
@@ -207,7 +219,7 @@ class Stages:
     # ---- one rung ----
 
     @contextlib.asynccontextmanager
-    async def _rung(self, stage: Stage, parts: Callable[[], Awaitable[_Parts]]) -> AsyncIterator[_Made]:
+    async def _rung(self, stage: Stage, parts: Callable[[], Awaitable[_Parts]], progress: Progress) -> AsyncIterator[_Made]:
         """The rung, found or built; held in the store for as long as the block lasts."""
         found = await blocking(functools.partial(self._found, stage.key), undo=_close)
         if found is not None:
@@ -216,7 +228,7 @@ class Stages:
             finally:
                 found.pin.close()
             return
-        async with self._building.join(stage.key, functools.partial(self._make, stage, parts)) as made:
+        async with self._building.join(stage.key, functools.partial(self._make, stage, parts, progress)) as made:
             yield made
 
     def _found(self, key: str) -> _Made | None:
@@ -231,13 +243,31 @@ class Stages:
         self._store.used(key)
         return _Made(record, pin)
 
-    async def _make(self, stage: Stage, parts: Callable[[], Awaitable[_Parts]]) -> _Made:
+    async def _make(self, stage: Stage, parts: Callable[[], Awaitable[_Parts]], progress: Progress) -> _Made:
         made: _Made | None = None
         try:
             async with held(self._store.lock_stage(stage.key)):
                 made = await blocking(functools.partial(self._found, stage.key), undo=_close)
                 if made is None:  # nor has another process built it while we waited for it
+                    made = await self._obtained_or_built(stage, parts, progress)
+            return made
+        except BaseException:
+            _close(made)
+            raise
+
+    async def _obtained_or_built(self, stage: Stage, parts: Callable[[], Awaitable[_Parts]], progress: Progress) -> _Made:
+        if self.source is None or not stage.is_portable:
+            return await self._build(stage, parts)
+        began_ns = self._clock()
+        made: _Made | None = None
+        try:
+            async with self.source.obtain(stage, progress) as found:
+                if found is None:
                     made = await self._build(stage, parts)
+                else:
+                    # What it is, is for this spec to say, whoever built it.
+                    record = replace(found, key=stage.key, name=stage.name, parent=stage.parent, recipe=stage.recipe, is_portable=True)
+                    made = await blocking(functools.partial(self._put, record, (self._clock() - began_ns) / 1e9), undo=_close)
             return made
         except BaseException:
             _close(made)

@@ -15,7 +15,7 @@ import os
 import stat
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +24,17 @@ from untax.layers import marks
 from untax.layers._descent import Descent, walk
 
 _VERSION = b"untax tree 1\0"
-_BLOCK = 1 << 16  # bytes; of zeros it counts as a hole, so that a sparse copy and a full one are one content
-_ZEROS = bytes(_BLOCK)
+BLOCK = 1 << 16  # bytes; of zeros it counts as a hole, so that a sparse copy and a full one are one content
+_ZEROS = bytes(BLOCK)
 _LARGE = 1 << 20  # bytes; from here on a file is worth a thread of its own
 _THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 64  # rows that may wait for a large file before them; each holds a descriptor
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_UP = b"u\0"
+UP = b"u\0"
 _HELD = struct.Struct("<QQQQqqIII")
+
+Known = Mapping[tuple[int, int, int], str]
+"""What contents hash to, by a file's inode, size and time: of those that nobody but us could have written to since they were hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +46,19 @@ class TreeDigest:
     entries: int
 
 
-def digest_tree(top: Path, note: Callable[[bytes], object] | None = None) -> TreeDigest:
+def digest_tree(top: Path, note: Callable[[bytes], object] | None = None, known: Known | None = None) -> TreeDigest:
     """The digest of a tree that nobody changes meanwhile. `note`, where given, is told one row for each entry and each way up.
+    Contents that are `known` are not read again.
 
     An ordinary user's closed files and directories are opened by a change of mode that is taken back, which breaks a seal.
     """
     total = hashlib.sha256(_VERSION)
     used = 0
     count = 0
-    for row, taken in _rows(top):
+    for row, taken in _rows(top, known or {}):
         total.update(row)
         used += taken
-        count += row != _UP
+        count += row != UP
         if note is not None:
             note(row)
     return TreeDigest(f"sha256-{total.hexdigest()}", used, count)
@@ -77,7 +81,7 @@ def seal_tree(top: Path) -> str:
         total.update(_held(os.fstat(descent.fd)))
         for visit in walk(descent, closed=lambda: total.update(b"closed")):
             if visit is None:
-                total.update(_UP)
+                total.update(UP)
             else:
                 total.update(visit[0] + b"\0" + _held(visit[1]))
     return total.hexdigest()
@@ -91,14 +95,14 @@ def _held(st: os.stat_result) -> bytes:
 # ---- rows ----
 
 
-def _rows(top: Path) -> Iterator[tuple[bytes, int]]:
+def _rows(top: Path, known: Known) -> Iterator[tuple[bytes, int]]:
     """Rows in the tree's order and what each takes on the disk. Large files are read by threads, a few ahead of their turn."""
     waiting: deque[tuple[bytes | _Reading, int]] = deque()
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(_THREADS))
         descent = stack.enter_context(Descent(top, force=True))
         try:
-            for row, taken in _unread_rows(descent, pool):
+            for row, taken in _unread_rows(descent, pool, known):
                 waiting.append((row, taken))
                 while waiting and (len(waiting) > _AHEAD or isinstance(waiting[0][0], bytes)):
                     yield _read(*waiting.popleft())
@@ -122,14 +126,14 @@ def _read(row: bytes | _Reading, taken: int) -> tuple[bytes, int]:
     return (row if isinstance(row, bytes) else row.row.result()), taken
 
 
-def _unread_rows(descent: Descent, pool: ThreadPoolExecutor) -> Iterator[tuple[bytes | _Reading, int]]:
+def _unread_rows(descent: Descent, pool: ThreadPoolExecutor, known: Known) -> Iterator[tuple[bytes | _Reading, int]]:
     top = os.fstat(descent.fd)
     seen: dict[tuple[int, int], int] = {}  # inodes with several names, and the number of the entry that had the first
     yield _row(b"d", b"", top, b"", _attributes(descent.fd)), top.st_blocks * 512
     number = 0
     for visit in walk(descent):
         if visit is None:
-            yield _UP, 0
+            yield UP, 0
             continue
         number += 1
         name, st, within = visit
@@ -141,7 +145,7 @@ def _unread_rows(descent: Descent, pool: ThreadPoolExecutor) -> Iterator[tuple[b
         elif st.st_nlink > 1 and (first := seen.setdefault((st.st_dev, st.st_ino), number)) != number:
             yield b"h\0%s\0%d\0" % (name, first), 0
         elif stat.S_ISREG(st.st_mode):
-            yield _file(pool, within, name, st), st.st_blocks * 512
+            yield _file(pool, within, name, st, known), st.st_blocks * 512
         else:
             yield _special(within, name, st), st.st_blocks * 512
 
@@ -176,24 +180,32 @@ def _attributes(at: int | bytes) -> bytes:
         if exc.errno in (errno.EOPNOTSUPP, errno.EPERM, errno.EACCES):  # not supported, or not for this user to see
             return b""
         raise
+    return attributes_hash(
+        (name, os.getxattr(at, name, follow_symlinks=False) if isinstance(at, bytes) else os.getxattr(at, name))
+        for name in sorted(names)
+        if not marks.is_volatile(name)
+    )
+
+
+def attributes_hash(attributes: Iterable[tuple[str, bytes]]) -> bytes:
+    """Of extended attributes in the order of their names; empty where there are none."""
     total = hashlib.sha256()
     found = False
-    for name in sorted(names):
-        if not marks.is_volatile(name):
-            value = os.getxattr(at, name, follow_symlinks=False) if isinstance(at, bytes) else os.getxattr(at, name)
-            total.update(b"%s\0%d\0%s" % (os.fsencode(name), len(value), value))
-            found = True
+    for name, value in attributes:
+        total.update(b"%s\0%d\0%s" % (os.fsencode(name), len(value), value))
+        found = True
     return total.hexdigest().encode() if found else b""
 
 
 # ---- contents ----
 
 
-def _file(pool: ThreadPoolExecutor, within: int, name: bytes, st: os.stat_result) -> bytes | _Reading:
+def _file(pool: ThreadPoolExecutor, within: int, name: bytes, st: os.stat_result, known: Known) -> bytes | _Reading:
     fd = _open_file(within, name, st)
-    if st.st_size >= _LARGE and st.st_blocks:
+    contents = known.get((st.st_ino, st.st_size, st.st_mtime_ns))
+    if st.st_size >= _LARGE and st.st_blocks and contents is None:
         return _Reading(pool.submit(_file_row, fd, name, st), fd)
-    return _file_row(fd, name, st)
+    return _file_row(fd, name, st, contents)
 
 
 def _open_file(within: int, name: bytes, st: os.stat_result) -> int:
@@ -212,32 +224,59 @@ def _open_file(within: int, name: bytes, st: os.stat_result) -> int:
         os.close(closed)
 
 
-def _file_row(fd: int, name: bytes, st: os.stat_result) -> bytes:
+def _file_row(fd: int, name: bytes, st: os.stat_result, contents: str | None = None) -> bytes:
     try:
-        return _row(b"f", name, st, b"%d %d %s" % (st.st_mtime_ns, st.st_size, _contents(fd, st).encode()), _attributes(fd))
+        found = contents or _contents(fd, st)
+        return _row(b"f", name, st, b"%d %d %s" % (st.st_mtime_ns, st.st_size, found.encode()), _attributes(fd))
     finally:
         os.close(fd)
 
 
 def _contents(fd: int, st: os.stat_result) -> str:
-    """A hash of the blocks that are not all zeros, each with its place. Holes are not read."""
+    reading = ContentsOf(fd, st.st_size, is_sparse=st.st_blocks * 512 < st.st_size)
+    reading.read_to(st.st_size)
+    return reading.hexdigest()
+
+
+class ContentsOf:
+    """A hash of the blocks of a file that are not all zeros, each with its place; from its beginning as far as it is there. Holes are not read."""
+
+    def __init__(self, fd: int, size: int, *, is_sparse: bool) -> None:
+        self._fd = fd
+        self._size = size
+        self._is_sparse = is_sparse
+        self._total = hashlib.sha256()
+        self.at = 0
+
+    def read_to(self, end: int) -> None:
+        """As far as `end`, which is a multiple of a block or the file's own: what is behind it may still have to be written."""
+        while self.at < end:
+            if self._is_sparse and (data := _next_data(self._fd, self.at, self._size)) > self.at:
+                self.at = min(data, end)
+                continue
+            length = min(BLOCK, end - self.at)
+            block = os.pread(self._fd, length, self.at)
+            if len(block) != length:
+                raise OSError(errno.EIO, f"{os.fsdecode(os.readlink(f'/proc/self/fd/{self._fd}'))} changed while it was read")
+            _count(self._total, self.at, block)
+            self.at += length
+
+    def hexdigest(self) -> str:
+        return self._total.hexdigest()
+
+
+def contents_of(data: memoryview) -> str:
+    """The same of a file that is in memory."""
     total = hashlib.sha256()
-    is_sparse = st.st_blocks * 512 < st.st_size
-    at = 0
-    while at < st.st_size:
-        if is_sparse:
-            at = _next_data(fd, at, st.st_size)
-            if at >= st.st_size:
-                break
-        length = min(_BLOCK, st.st_size - at)
-        block = os.pread(fd, length, at)
-        if len(block) != length:
-            raise OSError(errno.EIO, f"{os.fsdecode(os.readlink(f'/proc/self/fd/{fd}'))} changed while it was read")
-        if block != _ZEROS[:length]:
-            total.update(at.to_bytes(8, "little"))
-            total.update(block)
-        at += length
+    for at in range(0, len(data), BLOCK):
+        _count(total, at, data[at : at + BLOCK])
     return total.hexdigest()
+
+
+def _count(total: hashlib._Hash, at: int, block: bytes | memoryview) -> None:
+    if block != _ZEROS[: len(block)]:
+        total.update(at.to_bytes(8, "little"))
+        total.update(block)
 
 
 def _next_data(fd: int, at: int, size: int) -> int:
@@ -246,7 +285,7 @@ def _next_data(fd: int, at: int, size: int) -> int:
         data = os.lseek(fd, at, os.SEEK_DATA)
     except OSError as exc:
         return size if exc.errno == errno.ENXIO else at  # nothing but a hole up to the end
-    return max(at, data // _BLOCK * _BLOCK)
+    return max(at, data // BLOCK * BLOCK)
 
 
 # ---- what differs ----
@@ -258,7 +297,7 @@ def first_difference(known: list[bytes], found: list[bytes]) -> str:
     for was, now in zip(known, found, strict=False):
         if was != now:
             return _in_words(trail, was, now)
-        if now == _UP:
+        if now == UP:
             if trail:
                 trail.pop()
         elif now.startswith(b"d\0"):
@@ -272,9 +311,9 @@ def _in_words(trail: list[bytes], was: bytes, now: bytes) -> str:
     def path(name: bytes) -> str:
         return os.fsdecode(b"/" + b"/".join([*trail[1:], name]))
 
-    if was == _UP or (now != _UP and new[1] < old[1]):
+    if was == UP or (now != UP and new[1] < old[1]):
         return f"{path(new[1])} was added"
-    if now == _UP or new[1] > old[1]:
+    if now == UP or new[1] > old[1]:
         return f"{path(old[1])} is gone"
     if old[0] != new[0] or len(old) < 7:
         return f"{path(old[1])} is another kind of thing"

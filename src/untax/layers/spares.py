@@ -1,7 +1,7 @@
-"""What a store keeps beside its layers only to be faster the next time: git mirrors, package managers' caches, blobs half fetched.
+"""What a store keeps beside its layers only to be faster the next time: git mirrors, package managers' caches, blobs and layers half fetched.
 
 All of it can be had again, so it is the first to go when room is short, and goes by itself when nobody has used it for long.
-A mirror or cache has a file `<name>.use` beside it: whoever uses it holds that locked, its time is that of the last use, and in it
+A mirror, cache or layer has a file `<name>.use` beside it: whoever uses it holds that locked, its time is that of the last use, and in it
 stands what the directory takes, because to count that takes a look at every file. A blob is its downloader's while it is locked.
 """
 
@@ -20,10 +20,10 @@ from untax._remove import remove_tree
 from untax.layers._descent import Descent, walk
 from untax.layers._flock import take_shared, try_exclusive
 
-MIRRORS, CACHES, DOWNLOADS = PLACES = ("mirrors", "caches", "downloads")
+MIRRORS, CACHES, DOWNLOADS, ARRIVALS = PLACES = ("mirrors", "caches", "downloads", "arrivals")
 _DAY_S = 86_400.0
-# A partial blob that nobody has gone on with in a week is not wanted any more; a repository or an image comes back after a pause.
-_KEPT_S = {MIRRORS: 30 * _DAY_S, CACHES: 30 * _DAY_S, DOWNLOADS: 7 * _DAY_S}
+# A partial blob or layer that nobody has gone on with in a week is not wanted any more; a repository or an image comes back after a pause.
+_KEPT_S = {MIRRORS: 30 * _DAY_S, CACHES: 30 * _DAY_S, DOWNLOADS: 7 * _DAY_S, ARRIVALS: 7 * _DAY_S}
 _USE = ".use"
 _GONE = ".gone-"
 _MOST_DIGITS = 20
@@ -47,7 +47,7 @@ class Spare:
 
 @contextlib.contextmanager
 def using(path: Path) -> Iterator[None]:
-    """Keep the mirror or cache at `path`, which may still have to be made, from being removed. Blocks at most for an instant."""
+    """Keep the mirror, cache or arriving layer at `path`, which may still have to be made, from being removed. Blocks at most for an instant."""
     fd = take_shared(_use_of(path))
     if fd is None:
         raise FileNotFoundError(path.parent)
@@ -62,7 +62,7 @@ def using(path: Path) -> Iterator[None]:
 
 def spares(root: Path) -> list[Spare]:
     """All of a store's, the one that has not been used for longest first."""
-    found = [*_directories(root / MIRRORS), *_directories(root / CACHES), *_blobs(root / DOWNLOADS)]
+    found = [*_directories(root / MIRRORS), *_directories(root / CACHES), *_directories(root / ARRIVALS), *_blobs(root / DOWNLOADS)]
     return sorted(found, key=lambda spare: (spare.used, spare.name))
 
 

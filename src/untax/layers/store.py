@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from untax._remove import remove_tree
-from untax.core.errors import StageUnavailable, UsageError
+from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.layers import eviction, spares
-from untax.layers._about import Rows, difference, facts_in, seal_in, seal_now, which, write_facts
+from untax.layers._about import Rows, difference, facts_in, rows_in, seal_in, seal_now, which, write_facts
 from untax.layers._durable import fsync_directory, read_json, replace_whole, syncfs, write_synced
 from untax.layers._flock import flocked, open_lock, opened, try_exclusive
 from untax.layers._holds import Holds
 from untax.layers._records import Records
-from untax.layers.digest import TreeDigest, digest_tree
+from untax.layers.digest import Known, TreeDigest, digest_tree
 from untax.layers.marks import KINDS, Marks
 from untax.layers.record import SNAPSHOT, StageRecord, is_layer_id, require_layer_id
 
@@ -62,7 +62,7 @@ class Freed:
     stages: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
     spares: tuple[str, ...] = ()
-    """Mirrors, caches and partial downloads, each as `place/name`."""
+    """Mirrors, caches, partial downloads and layers half arrived, each as `place/name`."""
     bytes: int = 0
     """Of all of them."""
 
@@ -104,15 +104,21 @@ class Draft:
         self._lock_fd = lock_fd
         self.tree = path / "tree"
 
-    def publish(self) -> Layer:
+    def adopt(self, tree: Path) -> None:
+        """Take a directory of the same file system, which must be ours and open to us, in place of the empty one."""
+        os.rmdir(self.tree)
+        os.rename(tree, self.tree)
+
+    def publish(self, *, expect: str | None = None, known: Known | None = None) -> Layer:
         """Make it a layer, held in place until a record names it. The same content twice is one layer, and this one is dropped.
 
-        `StageUnavailable` when the disk is full or the budget does not allow it; the draft is removed then.
+        `StageUnavailable` when the disk is full or the budget does not allow it, `StageFailed` when it is not the layer that one may
+        `expect`; the draft is removed then. Contents that are `known` are not read again.
         """
         if self._lock_fd < 0:
             raise UsageError("this draft was published or discarded already")
         with _told(self._store.root), self:
-            return self._store._publish(self)
+            return self._store._publish(self, expect, known)
 
     def discard(self) -> None:
         """Remove it. Safe to call twice, and after `publish`, when there is nothing left to remove."""
@@ -179,8 +185,12 @@ class LayerStore:
     def downloads(self) -> Path:
         return self.root / spares.DOWNLOADS
 
+    @property
+    def arrivals(self) -> Path:
+        return self.root / spares.ARRIVALS
+
     def spares(self) -> list[spares.Spare]:
-        """What is in these three, the one that has not been used for longest first."""
+        """What is in these four, the one that has not been used for longest first."""
         return spares.spares(self.root)
 
     # ---- layers ----
@@ -294,6 +304,24 @@ class LayerStore:
             _WHO,
             f"layer {layer_id} is no longer what was stored: {what}; it was set aside as {aside}, and its stage is built again when next asked for",
         )
+
+    def rows(self, layer_id: str) -> bytes:
+        """The rows of a layer's digest, packed: hashed, they are its id. Found out again where what was noted is damaged."""
+        with self._holding(layer_id), _told(self.root):
+            path = self._tree_of(layer_id)
+            noted = rows_in(path, layer_id)
+            if noted is None:
+                rows = Rows()
+                if digest_tree(path / "tree", rows.add).id != layer_id:
+                    self.verify(layer_id)  # says what differs
+                noted = rows.packed()
+            return noted
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """What the disk refuses to those who write into the store is `StageUnavailable` in its words."""
+        with _told(self.root):
+            yield
 
     # ---- stages ----
 
@@ -421,12 +449,14 @@ class LayerStore:
 
     # ---- publishing ----
 
-    def _publish(self, draft: Draft) -> Layer:
+    def _publish(self, draft: Draft, expect: str | None, known: Known | None) -> Layer:
         path = draft._path
         with opened(draft.tree) as fd:
             syncfs(fd)
         rows = Rows()
-        found = digest_tree(draft.tree, rows.add)
+        found = digest_tree(draft.tree, rows.add, known)
+        if expect is not None and found.id != expect:
+            raise StageFailed(_WHO, f"what was to be layer {expect} is {found.id}")
         target = self._tree_of(found.id)
         if not target.is_dir():
             self._require_room(found.bytes)

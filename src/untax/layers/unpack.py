@@ -28,8 +28,8 @@ from untax.layers.merged import Reader
 from untax.layers.tarball import Entry, Tarball
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_HIGHEST_ID = 65_535  # what every sandbox can show, whatever its range
-_NAME_MAX = 255
+HIGHEST_ID = 65_535  # what every sandbox can show, whatever its range
+NAME_MAX = 255
 _NOTES = 100  # kept; a layer may leave out a million things
 
 _WHITEOUT = b".wh."
@@ -105,7 +105,7 @@ def unpack(
 def _raise(exc: OSError) -> NoReturn:
     if exc.errno in (errno.ENOSPC, errno.EDQUOT):
         raise exc
-    where = f" at {_shown(os.fsencode(exc.filename))}" if exc.filename is not None and not isinstance(exc.filename, int) else ""
+    where = f" at {shown(os.fsencode(exc.filename))}" if exc.filename is not None and not isinstance(exc.filename, int) else ""
     if exc.errno in _ARCHIVE_ERRNOS:
         raise refused(f"the archive is refused: {exc.strerror}{where}") from exc
     raise StageUnavailable("image", f"it cannot be unpacked: {exc.strerror}{where}") from exc
@@ -132,12 +132,12 @@ class _Layer:
 
     def add(self, entry: Entry, archive: Tarball) -> None:
         path = components(entry.name, deepest=self._caps.deepest)
-        if any(len(part) > _NAME_MAX for part in path):
-            raise TarError(f"a name of more than {_NAME_MAX} bytes: {_shown(entry.name)}")
-        if not 0 <= entry.uid <= _HIGHEST_ID or not 0 <= entry.gid <= _HIGHEST_ID:
-            raise TarError(f"an owner above {_HIGHEST_ID}: {_shown(entry.name)}")
+        if any(len(part) > NAME_MAX for part in path):
+            raise TarError(f"a name of more than {NAME_MAX} bytes: {shown(entry.name)}")
+        if not 0 <= entry.uid <= HIGHEST_ID or not 0 <= entry.gid <= HIGHEST_ID:
+            raise TarError(f"an owner above {HIGHEST_ID}: {shown(entry.name)}")
         if entry.kind != tarball.DIRECTORY and (not path or entry.name.endswith((b"/", b"/.")) or entry.name == b"."):
-            raise TarError(f"the name of a directory for something else: {_shown(entry.name)}")
+            raise TarError(f"the name of a directory for something else: {shown(entry.name)}")
         if any(part.startswith(_WHITEOUT) for part in path) and self._is_about_whiteouts(path, entry):
             return
         if entry.kind == tarball.DIRECTORY:
@@ -186,7 +186,7 @@ class _Layer:
     def _file(self, path: Sequence[bytes], entry: Entry, archive: Tarball) -> None:
         self._holes += entry.size - entry.stored
         if self._holes + entry.size > self._caps.bytes:
-            raise TarError(f"files of more than {self._caps.bytes} bytes: {_shown(entry.name)}")
+            raise TarError(f"files of more than {self._caps.bytes} bytes: {shown(entry.name)}")
         directory = self._enter(path[:-1])
         name = path[-1]
         try:
@@ -210,8 +210,8 @@ class _Layer:
             os.close(fd)
 
     def _link(self, path: Sequence[bytes], entry: Entry) -> None:
-        if not entry.target or _climbs(path, entry.target):
-            raise TarError(f"a link out of the tree: {_shown(entry.name)} to {_shown(entry.target)}")
+        if not entry.target or climbs(path, entry.target):
+            raise TarError(f"a link out of the tree: {shown(entry.name)} to {shown(entry.target)}")
         directory = self._enter(path[:-1])
         try:
             os.symlink(entry.target, path[-1], dir_fd=directory)
@@ -219,7 +219,7 @@ class _Layer:
             self._make_way(directory, path[-1], stat.S_ISLNK)
             os.symlink(entry.target, path[-1], dir_fd=directory)
         if entry.attributes:
-            self.note(f"{_shown(entry.name)}: extended attributes of a link")
+            self.note(f"{shown(entry.name)}: extended attributes of a link")
         self._own_and_date(directory, path[-1], entry)
 
     def _fifo(self, path: Sequence[bytes], entry: Entry) -> None:
@@ -240,15 +240,15 @@ class _Layer:
     def _hard_link(self, path: Sequence[bytes], entry: Entry) -> None:
         target = components(entry.target, deepest=self._caps.deepest)
         if not target or target == path or any(part.startswith(_WHITEOUT) for part in target):
-            raise TarError(f"a hard link to no other file: {_shown(entry.name)}")
+            raise TarError(f"a hard link to no other file: {shown(entry.name)}")
         try:
             source = os.dup(self._seek(target[:-1]))
         except (FileNotFoundError, NotADirectoryError):
-            raise TarError(f"a hard link to what is not in the layer: {_shown(entry.name)} to {_shown(entry.target)}") from None
+            raise TarError(f"a hard link to what is not in the layer: {shown(entry.name)} to {shown(entry.target)}") from None
         try:
             found = self._status(source, target[-1])
             if found is None or not (stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
-                raise TarError(f"a hard link to no file of the layer: {_shown(entry.name)} to {_shown(entry.target)}")
+                raise TarError(f"a hard link to no file of the layer: {shown(entry.name)} to {shown(entry.target)}")
             directory = self._enter(path[:-1])
             if (there := self._status(directory, path[-1])) is not None:
                 if (there.st_dev, there.st_ino) == (found.st_dev, found.st_ino):
@@ -261,8 +261,8 @@ class _Layer:
     def _device(self, path: Sequence[bytes], entry: Entry) -> None:
         is_usual = entry.kind == tarball.CHARACTER and (entry.device in _USUAL_DEVICES or entry.device[0] == _TERMINALS)
         if path[0] != b"dev" or not is_usual:
-            raise TarError(f"a device: {_shown(entry.name)}")
-        self.note(f"{_shown(entry.name)}: a sandbox has its own devices")
+            raise TarError(f"a device: {shown(entry.name)}")
+        self.note(f"{shown(entry.name)}: a sandbox has its own devices")
 
     # ---- what is deleted of lower layers ----
 
@@ -276,17 +276,17 @@ class _Layer:
             name.startswith(_WHITEOUT) and hidden not in (b"", b".", b"..") and not hidden.startswith(_WHITEOUT)
         )
         if any(part.startswith(_WHITEOUT) for part in path[:-1]) or not is_proper:
-            raise TarError(f"a deletion of nothing: {_shown(entry.name)}")
+            raise TarError(f"a deletion of nothing: {shown(entry.name)}")
         if not self._has_whiteouts:
-            raise TarError(f"a deletion in what is no layer but a whole root file system: {_shown(entry.name)}")
+            raise TarError(f"a deletion in what is no layer but a whole root file system: {shown(entry.name)}")
         if entry.kind != tarball.FILE or entry.size:
-            raise TarError(f"a deletion that is more than an empty file: {_shown(entry.name)}")
+            raise TarError(f"a deletion that is more than an empty file: {shown(entry.name)}")
         if name == _OPAQUE:
             self._hide_below(path[:-1])
         else:
             directory = self._enter(path[:-1])
             if self._status(directory, hidden) is not None:
-                raise TarError(f"one name both deleted and there: {_shown(entry.name)}")
+                raise TarError(f"one name both deleted and there: {shown(entry.name)}")
             make_whiteout(hidden, dir_fd=directory)
             self._whiteouts.append((*path[:-1], hidden))
         return True
@@ -333,7 +333,7 @@ class _Layer:
                     descent.enter(path[depth])
                     self._imply(path[: depth + 1])
         except (NotADirectoryError, FileExistsError):
-            raise TarError(f"a way through a link or a file: {_shown(b'/'.join(path))}") from None
+            raise TarError(f"a way through a link or a file: {shown(b'/'.join(path))}") from None
         return descent.fd
 
     def _seek(self, path: Sequence[bytes]) -> int:
@@ -366,7 +366,7 @@ class _Layer:
         """Remove what an earlier entry of the same name and kind left: the last one counts, as with every tar."""
         there = self._status(directory, name)
         if there is None or not is_same(there.st_mode):
-            raise TarError(f"two entries of one name and different kinds: {_shown(name)}")
+            raise TarError(f"two entries of one name and different kinds: {shown(name)}")
         os.unlink(name, dir_fd=directory)
 
     def _status(self, directory: int, name: bytes) -> os.stat_result | None:
@@ -380,16 +380,16 @@ class _Layer:
     def _set_attributes(self, fd: int, entry: Entry) -> None:
         for name, value in entry.attributes:
             if not self._is_kept(name, value):
-                self.note(f"{_shown(entry.name)}: the extended attribute {_shown(name)}")
+                self.note(f"{shown(entry.name)}: the extended attribute {shown(name)}")
                 continue
             try:
                 os.setxattr(fd, name, value)
             except OSError as exc:
                 if exc.errno in (errno.ENOTSUP, errno.EPERM):
-                    self.note(f"{_shown(entry.name)}: the extended attribute {_shown(name)}, which this file system does not keep")
+                    self.note(f"{shown(entry.name)}: the extended attribute {shown(name)}, which this file system does not keep")
                 elif exc.errno in (errno.ENOSPC, errno.E2BIG, errno.ERANGE, errno.EINVAL):
                     # Said of the attribute, not of the disk: file systems have a few kilobytes for all of a file's.
-                    raise TarError(f"extended attributes that do not fit: {_shown(entry.name)}") from exc
+                    raise TarError(f"extended attributes that do not fit: {shown(entry.name)}") from exc
                 else:
                     raise
 
@@ -398,10 +398,10 @@ class _Layer:
         if name == _CAPABILITY:
             is_usual = len(value) == _CAPABILITY_SIZE and value[3] == _CAPABILITY_VERSION
             return self._keeps_owners and is_usual
-        return name.startswith(b"user.") and not name.startswith(b"user.overlay.") and b"\0" not in name and len(name) <= _NAME_MAX
+        return name.startswith(b"user.") and not name.startswith(b"user.overlay.") and b"\0" not in name and len(name) <= NAME_MAX
 
 
-def _climbs(path: Sequence[bytes], target: bytes) -> bool:
+def climbs(path: Sequence[bytes], target: bytes) -> bool:
     """Whether a link at `path` goes above the root by its text. An absolute one does not: it begins at the sandbox's own root."""
     depth = 0 if target.startswith(b"/") else len(path) - 1
     for part in target.split(b"/"):
@@ -434,5 +434,5 @@ def _write_pieces(fd: int, entry: Entry, archive: Tarball) -> None:
             part = part[taken:]
 
 
-def _shown(name: bytes) -> str:
+def shown(name: bytes) -> str:
     return repr(os.fsdecode(name[:80])).encode(errors="backslashreplace").decode() + ("…" if len(name) > 80 else "")

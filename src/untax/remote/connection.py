@@ -49,6 +49,8 @@ class Server:
     heartbeat_s: float
     shift_ns: int
     """What turns its clock's readings into ours."""
+    way_s: float
+    """What its greeting took, there and back."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any], asked_ns: int) -> Server:
@@ -69,6 +71,7 @@ class Server:
                 float(body["lease_s"]),
                 max(0.05, float(body["heartbeat_s"])),
                 0 if is_one_clock else (asked_ns + now_ns()) // 2 - int(body["now_ns"]),
+                (now_ns() - asked_ns) / 1e9,
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise ProtocolError(f"a greeting without its fields: {exc!r}") from exc
@@ -103,6 +106,8 @@ class _Pending:
         self.on_part = on_part
         self.answer = answer
         self.is_abandoned = False
+        self.is_standing = False
+        """Whether it has no answer, only parts for as long as it lasts."""
 
 
 class Connection:
@@ -135,8 +140,10 @@ class Connection:
 
     # ---- requests ----
 
-    async def request(self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None) -> Reply:
-        """Carry one request out over there. Cancelling it gives back what it came to.
+    async def request(
+        self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None, is_standing: bool = False
+    ) -> Reply:
+        """Carry one request out over there. Cancelling it gives back what it came to. A standing one lasts until then.
 
         Raises what the server raised; `BackendError` when it is gone, or silent for `timeout_s`.
         """
@@ -147,6 +154,7 @@ class Connection:
         answer: asyncio.Future[Reply] = self._loop.create_future()
         request_id = self._take_id()
         pending = self._pending[request_id] = _Pending(op, args, on_part, answer)
+        pending.is_standing = is_standing
         try:
             self._send(request_id, pending)
             async with asyncio.timeout(timeout_s) as deadline:
@@ -169,8 +177,11 @@ class Connection:
 
     def _send(self, request_id: int, pending: _Pending) -> None:
         assert self._stream is not None
-        seen = next(iter(self._pending), self._next_id) - 1
-        self._stream.send({"id": request_id, "op": pending.op, "seen": seen, "args": pending.args})
+        self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
+
+    def _seen(self) -> int:
+        """Up to which number every request was answered that has an answer."""
+        return next((one for one, pending in self._pending.items() if not pending.is_standing), self._next_id) - 1
 
     def _abandon(self, request_id: int, pending: _Pending) -> None:
         """Nobody waits any more; what comes of it is not wanted."""
@@ -377,7 +388,7 @@ class Connection:
             self.connection_lost("it does not answer")
             return
         self._unheard += 1
-        self._stream.send({"id": 0, "op": "renew", "seen": next(iter(self._pending), self._next_id) - 1})
+        self._stream.send({"id": 0, "op": "renew", "seen": self._seen()})
         self._schedule_beat()
 
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from untax.box import Box
 from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits
+from untax.core.stage import Stage
 from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.remote")
 
+_LINK_WEIGHT = 0.05  # of a lease whose way took longer than was known: a link that has become slow is noticed after some dozen
 _LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself
 
 
@@ -70,6 +71,7 @@ class RemoteEngine(Leasing):
         self.url = url
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
+        self._link_s: float | None = None
 
     # ---- its own life ----
 
@@ -115,6 +117,11 @@ class RemoteEngine(Leasing):
         if self._connection is None or self._connection.server is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
         return self._connection.server
+
+    @property
+    def link_s(self) -> float:
+        """What the way to the server and back takes, beside what the server does, as leases and the greeting have shown."""
+        return self._link_s if self._link_s is not None else self.server.way_s
 
     @property
     def substrate(self) -> RemoteSubstrate:
@@ -168,13 +175,30 @@ class RemoteEngine(Leasing):
             raise ProtocolError("a pool's status that is none")
         return found
 
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The stages that a lease of `spec` needs in place, lowest first, as the server knows them, and the keys of those that are."""
+        answer = await self.ask("ladder", spec=checked(self.offer, spec, Bindings()).spec)
+        stages, present = answer.get("stages"), answer.get("present")
+        if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
+            raise ProtocolError("the stages of a spec that are none")
+        return stages, frozenset(map(str, present)) if isinstance(present, tuple) else frozenset()
+
+    async def watch(self, told: Part) -> None:
+        """Be told what the server has idle, stored and starting: all of it at once, then what changes (`docs/serve.md`). Lasts until it is
+        cancelled; `BackendError` when the server is gone. A connection that broke is taken up again, and all of it told anew.
+        """
+        if self._connection is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        (await self._connection.request("watch", {}, on_part=told, is_standing=True)).discard()
+
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""
         return tuple(json.loads(one) for one in (await self.ask("ledgers")).get("value") or ())
 
     # ---- how a box comes to be ----
 
-    async def fulfil(self, request: Request) -> Box:
+    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
+        """`may_refuse`: `LeaseRefused` at once where it would have to wait for the end of another lease, for who knows of other servers."""
         self._check_running()
         asked_ns = self.clock()
         lease_id = new_lease_id()
@@ -186,6 +210,8 @@ class RemoteEngine(Leasing):
             "ttl_s": request.ttl_s,
             "snapshot": None if request.snapshot is None else request.snapshot.id,
         }
+        if may_refuse:
+            args["may_refuse"] = True
         timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
         try:
             reply = await self.request("lease", args, timeout_s=timeout_s)
@@ -199,7 +225,14 @@ class RemoteEngine(Leasing):
             self.chore(self._give_back(lease_id))
             raise
         self._boxes.add(box)
+        self._came(asked_ns, reply.body["account"])
         return box
+
+    def _came(self, asked_ns: int, account: Mapping[str, Any]) -> None:
+        sample_s = max(0.0, (self.clock() - asked_ns - (int(account["held_ns"]) - int(account["start_ns"]))) / 1e9)
+        link_s = self.link_s
+        # A loop that was busy with something else makes a way seem long, nothing makes it seem short.
+        self._link_s = sample_s if sample_s < link_s else link_s + _LINK_WEIGHT * (sample_s - link_s)
 
     async def _give_back(self, lease_id: str) -> None:
         """A lease that could not be taken."""

@@ -11,8 +11,9 @@ from untax.cluster.fleet import Fleet as AsyncFleet
 from untax.cluster.node import NodeEngine
 from untax.cluster.terms import Member, Refusal, Ticket
 from untax.sync.direct import DirectRemoteBox, Threaded
-from untax.sync.engine import Engine
+from untax.sync.engine import Engine, _unwrapped
 from untax.sync.loop import Loop
+from untax.sync.snapshot import Snapshot
 
 
 class DirectNodeEngine(Threaded, NodeEngine):
@@ -56,6 +57,11 @@ class Fleet(Engine):
 
     def ledgers(self) -> tuple[dict[str, Any], ...]:
         return self._running().run(self._inner.ledgers())
+
+    def copy(self, snapshot: Snapshot | str, node: str) -> Snapshot:
+        """As `untax.Fleet.copy`."""
+        loop = self._running()
+        return Snapshot(loop, loop.run(self._inner.copy(_unwrapped(snapshot), node)))
 
     def ticket(self) -> str:
         return self._inner.ticket()

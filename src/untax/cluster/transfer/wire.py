@@ -1,0 +1,218 @@
+"""How two nodes speak about layers: one question and one answer at a time over TLS, each a length and JSON, bytes behind an answer that says so.
+
+Blocking, in threads of their own: a stream of gigabytes is nothing for the loop that leases and actions run on, and TLS and the disk
+do their work without holding up other threads. Each end takes the other for broken: every length is bounded, every wait has an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from untax import __version__
+from untax.cluster.transfer.tls import TlsStream
+
+PROTOCOL = 1
+_LENGTH = struct.Struct("<I")
+_LONGEST = 1 << 20  # bytes of one question or answer, without what follows it; a record's log tail is 64 KiB of it at most
+CONNECT_S = 5.0
+SILENCE_S = 20.0
+"""Without a single byte, where some are due: the other end, or the way to it, is gone."""
+_DEAD_AFTER_S = 12  # of a machine that vanished without a word, while nothing is due: 3 questions of the kernel's, 3 s apart
+
+
+class Peer(NamedTuple):
+    """Where a node gives layers away."""
+
+    node: str
+    host: str
+    port: int
+
+    @classmethod
+    def at(cls, node: str, address: str) -> Peer:
+        """`address` is `host:port`, an IPv6 host as it is."""
+        host, _, port = address.rpartition(":")
+        return cls(node, host, int(port))
+
+
+class PeerFault(Exception):
+    """A node that did not answer, or not as it should. Another one is asked in its place."""
+
+
+class Refused(PeerFault):
+    """It answered, with a reason why not."""
+
+
+class Wire:
+    """One connection. Used by one thread at a time; `cut` may come from any."""
+
+    def __init__(self, stream: TlsStream, who: str) -> None:
+        self._stream = stream
+        self.who = who
+
+    # ---- messages ----
+
+    def send(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        with self._faults():
+            self._stream.sendall(_LENGTH.pack(len(data)) + data)
+
+    def send_bytes(self, data: bytes | bytearray | memoryview) -> None:
+        with self._faults():
+            self._stream.sendall(data)
+
+    def receive(self, *, waits_s: float | None = SILENCE_S) -> dict[str, Any]:
+        """The next message; None for `waits_s` is as long as the other end lives."""
+        with self._faults():
+            self._stream.settimeout(waits_s)
+        head = self.read(_LENGTH.size, within_s=None)
+        (length,) = _LENGTH.unpack(head)
+        if length > _LONGEST:
+            raise PeerFault(f"{self.who}: a message of {length} bytes")
+        with self._faults():
+            self._stream.settimeout(SILENCE_S)
+        try:
+            message = json.loads(self.read(length, within_s=SILENCE_S))
+        except (ValueError, RecursionError):
+            raise PeerFault(f"{self.who}: a message that is none") from None
+        if not isinstance(message, dict):
+            raise PeerFault(f"{self.who}: a message that is none")
+        return message
+
+    def ask(self, op: str, *, waits_s: float | None = SILENCE_S, **said: Any) -> dict[str, Any]:
+        """The answer; `Refused` in the other end's words."""
+        self.send({"op": op, **said})
+        return self.answer(waits_s=waits_s)
+
+    def answer(self, *, waits_s: float | None = SILENCE_S) -> dict[str, Any]:
+        message = self.receive(waits_s=waits_s)
+        if "error" in message:
+            raise Refused(f"{self.who}: {str(message['error'])[:1000]}")
+        return message
+
+    # ---- bytes ----
+
+    def read(self, size: int, *, within_s: float | None) -> bytearray:
+        data = bytearray(size)
+        self.read_into(memoryview(data), within_s=within_s)
+        return data
+
+    def read_into(self, view: memoryview, *, within_s: float | None) -> None:
+        """Fill it. Who sends so slowly that it takes longer than `within_s` is cut off."""
+        until = None if within_s is None else time.monotonic() + within_s
+        at, size = 0, len(view)
+        with self._faults():
+            while at < size:
+                got = self._stream.recv_into(view[at:])
+                if got == 0:
+                    raise PeerFault(f"{self.who}: the connection ended")
+                at += got
+                if until is not None and time.monotonic() > until and at < size:
+                    raise PeerFault(f"{self.who}: {at} of {size} bytes in {within_s:.0f} s")
+
+    def cut(self) -> None:
+        """From any thread: whoever waits on it is told of its end."""
+        self._stream.cut()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            raise PeerFault(f"{self.who}: {exc if str(exc) else type(exc).__name__}") from None
+
+
+class Dialer:
+    """Opens connections to other nodes of one fleet, as one of its nodes."""
+
+    def __init__(self, node: str, context: ssl.SSLContext, token: str) -> None:
+        self.node = node
+        self._context = context
+        self._token = token
+        self._last: Wire | None = None
+
+    def cut(self) -> None:
+        """End the connection that was opened last; for who has but one."""
+        if self._last is not None:
+            self._last.cut()
+
+    def dial(self, peer: Peer, *, timeout_s: float = CONNECT_S) -> Wire:
+        """`PeerFault` when there is nobody, or somebody else."""
+        try:
+            plain = socket.create_connection((peer.host, peer.port), timeout_s)
+        except OSError as exc:
+            raise PeerFault(f"{peer.node}: {exc.strerror or exc}") from None
+        try:
+            tune(plain)
+            wire = Wire(TlsStream(plain, self._context, server_hostname=peer.host), peer.node)
+        except OSError as exc:
+            plain.close()
+            raise PeerFault(f"{peer.node}: {exc}") from None
+        try:
+            wire.ask("hello", protocol=PROTOCOL, version=__version__, token=self._token, node=self.node, waits_s=timeout_s)
+        except BaseException:
+            wire.close()
+            raise
+        self._last = wire
+        return wire
+
+
+def tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 3), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", _DEAD_AFTER_S * 1000)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class Wires:
+    """Connections that one piece of work has open, so that it can be stopped from another thread."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._open: set[Wire] = set()
+        self.stopped = threading.Event()
+
+    def stop(self) -> None:
+        with self._guard:
+            self.stopped.set()
+            for wire in self._open:
+                wire.cut()
+
+    def part(self, nodes: Collection[str]) -> None:
+        """End the connections with some nodes."""
+        with self._guard:
+            for wire in self._open:
+                if wire.who in nodes:
+                    wire.cut()
+
+    @contextlib.contextmanager
+    def holding(self, wire: Wire) -> Iterator[Wire]:
+        """Closed at the end of the block; `PeerFault` once it was stopped."""
+        with self._guard:
+            self._open.add(wire)
+            is_stopped = self.stopped.is_set()
+        try:
+            if is_stopped:
+                raise PeerFault("stopped")
+            yield wire
+        finally:
+            with self._guard:
+                self._open.discard(wire)
+            wire.close()

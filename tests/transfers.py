@@ -1,0 +1,55 @@
+"""Two nodes' stores in one test, and what they trust each other by."""
+
+import contextlib
+import os
+import ssl
+import subprocess
+
+from untax._remove import remove_tree
+from untax.cluster.transfer.serve import Server
+from untax.cluster.transfer.wire import Dialer, Peer
+from untax.layers.store import LayerStore
+
+MARKS = "trusted" if os.geteuid() == 0 else "user"
+TOKEN = "the fleet's token"
+HOST = "127.0.0.1"
+
+
+def contexts(directory):
+    """For a server at `HOST`, and for whoever trusts it."""
+    key, certificate = directory / "key.pem", directory / "cert.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    named = ["-subj", "/CN=untax test", "-addext", f"subjectAltName=IP:{HOST}", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*made, *named], check=True, capture_output=True)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(certificate, key)
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.load_verify_locations(certificate)
+    return serving, trusting
+
+
+@contextlib.contextmanager
+def stores(directory, *names):
+    opened = [LayerStore(directory / name, marks=MARKS) for name in names]
+    try:
+        yield opened
+    finally:
+        for store in opened:
+            store.close()
+            remove_tree(store.root)
+
+
+@contextlib.contextmanager
+def serving(store, context, *, node="there", token=TOKEN, prepared=None, **options):
+    """`prepared`: layers as this node gives them, whatever its store has."""
+    server = Server(node, store, context, token, host=HOST, **options)
+    server._recent.update(prepared or {})
+    server.start()
+    try:
+        yield Peer(node, *server.address)
+    finally:
+        server.close()
+
+
+def dialer(context, *, node="here", token=TOKEN):
+    return Dialer(node, context, token)
