@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from typing import Any
 
@@ -59,6 +60,7 @@ class NodeActor:
         """The member, or why there is none. Asked twice, what there is."""
         async with self._starting:
             if self._agent is None:
+                _take_priority()
                 agent = Agent(plan, post)
                 try:
                     await agent.start()
@@ -341,6 +343,16 @@ class Keeper:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _take_priority() -> None:
+    """That of the node's own processes: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
+    try:
+        usual = os.getpriority(os.PRIO_PROCESS, os.getppid())
+        for thread in os.listdir("/proc/self/task"):  # each has its own
+            os.setpriority(os.PRIO_PROCESS, int(thread), usual)
+    except OSError as exc:
+        log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
 
 
 async def _told(actor: Any, roll: str) -> None:
