@@ -54,21 +54,40 @@ def _kind(name: str) -> type[Any] | None:
     return _known.get(name)
 
 
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_fields: dict[type[Any], tuple[str, ...]] = {}
+
+
+def _fields_of(kind: type[Any]) -> tuple[str, ...] | None:
+    """Of a data class that travels; None for everything else."""
+    found = _fields.get(kind)
+    if found is None and dataclasses.is_dataclass(kind) and _kind(kind.__name__) is kind:
+        found = _fields[kind] = tuple(one.name for one in dataclasses.fields(kind))
+    return found
+
+
 def _packed(value: Any, attached: list[bytes]) -> Any:
-    if value is None or isinstance(value, (bool, int, float, str)):
+    kind = type(value)  # first by what most values are: a lease is some two hundred of them
+    if kind in _PLAIN:
+        return value
+    if kind is not dict and (names := _fields_of(kind)) is not None:
+        packed = {"$type": kind.__name__}
+        for name in names:
+            packed[name] = _packed(getattr(value, name), attached)
+        return packed
+    if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (bytes, bytearray, memoryview)):
         attached.append(bytes(value))
         return {"$bytes": len(attached) - 1}
     if isinstance(value, Mapping):
-        if any(not isinstance(name, str) or name.startswith("$") for name in value):
-            return {"$items": [[_packed(name, attached), _packed(item, attached)] for name, item in value.items()]}
+        for name in value:
+            if not isinstance(name, str) or name.startswith("$"):
+                return {"$items": [[_packed(name, attached), _packed(item, attached)] for name, item in value.items()]}
         return {name: _packed(item, attached) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_packed(item, attached) for item in value]
-    name = type(value).__name__
-    if dataclasses.is_dataclass(value) and _kind(name) is type(value):
-        return {"$type": name} | {one.name: _packed(getattr(value, one.name), attached) for one in dataclasses.fields(value)}
     raise UsageError(f"{value!r} cannot be sent to or by a server")
 
 
@@ -76,9 +95,10 @@ def _unpacked(value: Any, attached: list[bytes], depth: int = 0) -> Any:
     """Lists come back as tuples: every value that travels is a frozen one."""
     if depth > _DEEPEST:
         raise ProtocolError("a message that is nested too deep")
-    if isinstance(value, list):
-        return tuple(_unpacked(item, attached, depth + 1) for item in value)
-    if not isinstance(value, dict):
+    kind = type(value)
+    if kind is list:
+        return tuple([item if type(item) in _PLAIN else _unpacked(item, attached, depth + 1) for item in value])
+    if kind is not dict:
         return value
     if "$bytes" in value:
         index = value["$bytes"]
@@ -87,14 +107,14 @@ def _unpacked(value: Any, attached: list[bytes], depth: int = 0) -> Any:
         return attached[index]
     if "$items" in value:
         return dict(_unpacked(pair, attached, depth + 1) for pair in value["$items"])
-    fields = {name: _unpacked(item, attached, depth + 1) for name, item in value.items()}
+    fields = {name: item if type(item) in _PLAIN else _unpacked(item, attached, depth + 1) for name, item in value.items()}
     if "$type" not in fields:
         return fields
     name = fields.pop("$type")
-    kind = _kind(name) if isinstance(name, str) else None
-    if kind is None:
+    made = _kind(name) if isinstance(name, str) else None
+    if made is None:
         raise ProtocolError(f"a message with a value of type {name!r}, which this release does not know")
-    return kind(**fields)
+    return made(**fields)
 
 
 # ---- whole messages ----
@@ -104,7 +124,7 @@ def encode(body: Mapping[str, Any], descriptors: int = 0) -> bytes:
     """One message with its header. `UsageError` for one that is too large, or that nobody could read."""
     attached: list[bytes] = []
     packed = _packed(body, attached)
-    text = json.dumps(packed, separators=(",", ":")).encode()
+    text = _as_json(packed).encode()
     sizes = b"".join(_SIZE.pack(len(one)) for one in attached)
     rest = b"".join((_SIZES.pack(len(text), len(attached), descriptors), sizes, text, *attached))
     if len(rest) > MESSAGE_MAX or len(attached) > _ATTACHMENTS_MAX:
