@@ -1,0 +1,227 @@
+"""A fleet of four Ray nodes on this machine beside embedded engines: what the way to another node costs, and whether four agents serve what four engines do.
+
+Actions go to a sandbox of another node over TLS, in turns with the same on an embedded engine's. Warm leases are hits, as in `warm_lease`; every call that
+this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet, from four `untax serve`
+with a client each, and from four engines in the clients' own processes; in turns, several times.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import untax
+from benchmarks import _measure
+from benchmarks._measure import Row
+from benchmarks.served import _alternating
+from untax.cluster.fleet import Fleet
+from untax.leasing import Leasing
+
+ACTION_MS, LEASE_MS = 0.3, 1.0  # issue 9: ≤ embedded + this at p50
+SHARE = 0.9  # issue 9: of the leases per second of four separate engines
+NODES, POOL, AT_ONCE = 4, 4, 2
+ROUNDS, ROUND_S = 3, 3.0
+
+CLIENT = """
+import asyncio, json, sys, time, untax
+kind, where, state, seconds, at_once = sys.argv[1:6]
+
+async def main():
+    if kind == "fleet":
+        engine = untax.Fleet.from_ticket(where)
+    else:
+        engine = untax.connect(where) if kind == "served" else untax.Engine("namespace", state_dir=state)
+    async with engine:
+        await engine.warm(None, 4 if kind != "fleet" else 16)
+        async with engine.lease() as box:
+            await box.run(["true"])
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        end = time.monotonic() + float(seconds)
+        done = 0
+        async def leases():
+            nonlocal done
+            while time.monotonic() < end:
+                async with engine.lease() as box:
+                    (await box.run(["true"])).check()
+                done += 1
+        await asyncio.gather(*(leases() for _ in range(int(at_once))))
+        print(json.dumps(done), flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+
+asyncio.run(main())
+"""
+
+
+async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
+    raycluster = importlib.import_module("tests.raycluster")
+    if reason := raycluster.unavailable_reason():
+        raise SystemExit(f"fleet_ray: {reason}")
+    with tempfile.TemporaryDirectory(prefix="untax-bench-") as place, raycluster.RayCluster(NODES) as cluster:
+        async with untax.Fleet(cluster.address, state_dir=f"{place}/fleet/{{node}}") as fleet:
+            async with _measure.engine_on(substrate, Path(place) / "embedded") as engine:
+                rows = await _actions(arguments.count, fleet, engine)
+                rows += await _leases(max(20, arguments.count // 3), fleet, engine)
+            rows += await asyncio.to_thread(_throughput, fleet.ticket(), Path(place), arguments.rounds)
+    return rows
+
+
+async def _actions(count: int, fleet: Fleet, engine: untax.Engine) -> list[Row]:
+    other = next(node for node in fleet._nodes.values() if not node.is_here)
+    rows = []
+    async with engine.lease() as own, other.lease() as there:
+        for box in (own, there):
+            await box.write("kibibyte", b"x" * 1024)
+        for what, act in (("run true", lambda box: box.run(["true"])), ("read 1 KiB", lambda box: box.read("kibibyte"))):
+            ours, embedded = await _alternating(count, lambda act=act: act(there), lambda act=act: act(own))  # type: ignore[misc]
+            rows.append(_row(f"{what} on another node", ours, embedded, ACTION_MS))
+    return rows
+
+
+async def _leases(count: int, fleet: Fleet, engine: untax.Engine) -> list[Row]:
+    spec = _measure.spec_for("namespace")
+    await fleet.warm(spec, POOL * NODES)
+    await engine.warm(spec, POOL)
+    calls: list[str] = []
+    kinds: set[str] = set()
+
+    async def lease(leasing: Leasing) -> float:
+        begin = time.perf_counter()
+        box = await leasing.acquire(spec)
+        took = time.perf_counter() - begin
+        if leasing is fleet:
+            assert box.ledger.hit is not None
+            kinds.add(box.ledger.hit.kind)
+        await box.release()
+        return took
+
+    ours: list[float] = []
+    embedded: list[float] = []
+    with _counted(calls):
+        for turn in range(count + _measure.WARM_UP):
+            for samples, leasing in ((ours, fleet), (embedded, engine))[:: 1 if turn % 2 else -1]:
+                samples.append(await lease(leasing))
+                await asyncio.sleep(0.02)  # the pools fill up again, as between rollouts
+    note = f"native: embedded; hits: {', '.join(sorted(kinds))}; calls to Ray: {len(calls)}"
+    return [
+        _row("warm lease through the fleet", ours[_measure.WARM_UP :], embedded[_measure.WARM_UP :], LEASE_MS, note),
+        _measure.number(
+            "calls to Ray meanwhile", "namespace", float(len(calls)), "", budget="none", holds=not calls, note=f"in {len(ours)} leases"
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def _counted(calls: list[str]) -> Iterator[None]:
+    """Everything that this process submits to Ray or asks of it."""
+    import ray
+    from ray.actor import ActorMethod
+
+    before = {(ray, name): getattr(ray, name) for name in ("get", "put", "wait", "get_actor", "nodes")}
+    before[ActorMethod, "_remote"] = ActorMethod._remote
+
+    def counting(name: str, function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return called
+
+    for (home, name), function in before.items():
+        setattr(home, name, counting(name, function))
+    try:
+        yield
+    finally:
+        for (home, name), function in before.items():
+            setattr(home, name, function)
+
+
+def _throughput(ticket: str, place: Path, rounds: int) -> list[Row]:
+    found: dict[str, list[float]] = {"fleet": [], "served": [], "embedded": []}
+    with _servers(place) as urls:
+        where = {"fleet": [ticket] * NODES, "served": urls, "embedded": ["-"] * NODES}
+        for turn in range(rounds):
+            for kind in list(found)[:: 1 if turn % 2 else -1]:
+                found[kind].append(_round(kind, where[kind], place))
+    best = {kind: sorted(rates)[len(rates) // 2] for kind, rates in found.items()}
+    ratio = best["fleet"] / best["served"]
+    return [
+        _measure.number(
+            "leases/s of four agents ÷ of four served engines", "namespace", ratio, "×", budget=f"≥ {SHARE:g}", holds=ratio >= SHARE,
+            note=f"{best['fleet']:.0f}/s against {best['served']:.0f}/s; medians of {rounds}",
+        ),
+        _measure.number(
+            "  ÷ of four embedded engines", "namespace", best["fleet"] / best["embedded"], "×", budget="", holds=None,
+            note=f"{best['embedded']:.0f}/s, each in its client's own process",
+        ),
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _servers(place: Path) -> Iterator[list[str]]:
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for number in range(NODES):
+            socket = place / f"s{number}"
+            argv = [sys.executable, "-m", "untax.cli", "serve", "--socket", str(socket), "--state-dir", f"{place}/served{number}", "--json"]
+            server = subprocess.Popen([*argv, "--limits", "warn", "--drain", "0"], stdout=subprocess.PIPE)
+            stack.callback(server.wait)
+            stack.callback(server.terminate)
+            assert server.stdout is not None
+            if not server.stdout.readline():
+                raise SystemExit("fleet_ray: a server did not start")
+            urls.append(f"unix:{socket}")
+        yield urls
+
+
+def _round(kind: str, where: list[str], place: Path) -> float:
+    clients = [
+        subprocess.Popen(
+            [sys.executable, "-c", CLIENT, kind, one, f"{place}/own{number}", str(ROUND_S), str(AT_ONCE)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "src"},
+        )
+        for number, one in enumerate(where)
+    ]  # fmt: skip
+    try:
+        for client in clients:
+            assert client.stdout is not None and client.stdout.readline() == "ready\n"
+        begin = time.monotonic()
+        for client in clients:
+            assert client.stdin is not None
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        done = sum(json.loads(client.stdout.readline()) for client in clients if client.stdout is not None)
+        took = time.monotonic() - begin
+        for client in clients:
+            client.communicate("end\n", timeout=60)
+        return done / took
+    finally:
+        for client in clients:
+            if client.poll() is None:
+                client.kill()
+                client.wait()
+
+
+def _row(what: str, ours: list[float], embedded: list[float], more_ms: float, note: str = "native: embedded") -> Row:
+    def holds(row: Row) -> bool:
+        assert row.native_p50 is not None
+        return row.p50 <= row.native_p50 + more_ms
+
+    return _measure.compare(what, "namespace", ours, embedded, budget=f"≤ embedded + {more_ms:g} ms at p50", holds=holds, note=note)
+
+
+def _arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients (default: %(default)s)")
+
+
+if __name__ == "__main__":
+    raise SystemExit(_measure.main("fleet_ray", __doc__, measure, count=300, options=_arguments, only=("namespace",)))
