@@ -40,6 +40,7 @@ PROGRAMS = (
     "container",
     "gvisor",
     "kubernetes",
+    "fleet_faults",
 )
 QUICK = {
     "cold_create": 50,
@@ -70,6 +71,7 @@ QUICK = {
     "container": 40,
     "gvisor": 40,
     "kubernetes": 60,
+    "fleet_faults": 400,
 }
 
 
