@@ -41,6 +41,7 @@ PROGRAMS = (
     "container",
     "gvisor",
     "kubernetes",
+    "fleet_faults",
 )
 QUICK = {
     "cold_create": 50,
@@ -72,6 +73,7 @@ QUICK = {
     "container": 40,
     "gvisor": 40,
     "kubernetes": 60,
+    "fleet_faults": 400,
 }
 
 

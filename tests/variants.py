@@ -27,8 +27,12 @@ class Variant:
     """By an engine in another process, which `untax serve` is."""
     is_hosted: bool = False
     """The same, over HTTP."""
+    is_fleet: bool = False
+    """By the engines of two Ray nodes."""
 
     def __str__(self) -> str:
+        if self.is_fleet:
+            return "fleet"
         if self.is_served or self.is_hosted:
             return "hosted" if self.is_hosted else "served"
         return "-".join(part for part in (self.substrate, self.engine, self.runtime) if part is not None)

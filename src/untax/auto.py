@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from untax import substrates
 from untax.core.errors import PoolTimeout, SubstrateError, SubstrateUnavailable, UsageError
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec, Limits, require_duration
+from untax.core.stage import Stage
 from untax.core.substrate import Fastidious, Layered, Priced, Reviving, Sandbox, Substrate
 from untax.engine import Engine
 from untax.layers._durable import replace_whole
@@ -26,6 +27,7 @@ from untax.pool import choice as choices
 from untax.pool.choice import Choice, Expected
 from untax.pool.costs import Costs
 from untax.pool.status import PoolStatus, together
+from untax.pooling import Pooling
 from untax.snapshot import Snapshot
 from untax.substrates._host import chosen_state_dir, ensure_private_dir
 from untax.tenancy import Tenancy
@@ -152,6 +154,7 @@ class AutoEngine(Engine):
         self._given = {**given, "state_dir": state_dir}
         self._engines: dict[str, asyncio.Task[Engine]] = {}
         self._said_choices: set[str] = set()
+        self._told: Callable[[], None] | None = None
 
     # ---- its own life ----
 
@@ -200,12 +203,19 @@ class AutoEngine(Engine):
         """Once for all who ask, whoever of them leaves meanwhile."""
         starting = self._engines.get(name)
         if starting is None:
-            starting = self._engines[name] = self.chore(_start(self.make(name)))
+            starting = self._engines[name] = self.chore(self._start(self.make(name)))
         try:
             return await asyncio.shield(starting)
         except Exception:
             self._engines.pop(name, None)  # the next who asks begins anew
             raise
+
+    async def _start(self, engine: Engine) -> Engine:
+        await engine.start()
+        engine.watch_pools(self._told)
+        if self._told is not None:
+            self._told()
+        return engine
 
     @property
     def _running(self) -> list[Engine]:
@@ -243,6 +253,22 @@ class AutoEngine(Engine):
         request = checked(self.offer, spec, Bindings(limits=limits))
         await (await self.engine_for(request.spec))[0].warm(request.spec, n)
 
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        request = checked(self.offer, spec, Bindings())
+        return await (await self.engine_for(request.spec))[0].ladder(request.spec)
+
+    def watch_pools(self, told: Callable[[], None] | None) -> list[Pooling]:
+        self._told = told
+        return [pooling for engine in self._running for pooling in engine.watch_pools(told)]
+
+    def trouble(self, request: Request) -> str | None:
+        """None where it is not known yet which engine serves it."""
+        if request.snapshot is not None:
+            return None
+        chosen = self._candidates.choose(request.spec).substrate
+        running = {engine.substrate.name: engine for engine in self._running}
+        return running[chosen].trouble(request) if chosen in running else None
+
     def pools(self) -> PoolStatus:
         """All engines' pools together."""
         self._check_running()
@@ -277,11 +303,6 @@ class AutoEngine(Engine):
         """What a lease of `spec` would run on, and why."""
         self._check_running()
         return self._candidates.choose(checked(self.offer, spec, Bindings()).spec)
-
-
-async def _start(engine: Engine) -> Engine:
-    await engine.start()
-    return engine
 
 
 def keep_measured(state_dir: Path, found: Sequence[Expected]) -> None:

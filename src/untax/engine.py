@@ -30,6 +30,7 @@ from untax.core.errors import (
 from untax.core.ledger import Ledger
 from untax.core.span import Clock, Stopwatch, now_ns
 from untax.core.spec import EnvSpec, Limits, Network
+from untax.core.stage import Stage
 from untax.core.stream import ByteStream
 from untax.core.substrate import (
     Bare,
@@ -157,7 +158,8 @@ class Engine(Leasing):
         if record is not None:
             self._record = record
             record.watch(self._pooling.status)
-            self._pooling.driver.changed = record.changed
+            self._pooling.recorded = record.changed
+            self._pooling.watched_by(None)
 
     async def aclose(self) -> None:
         """Release every box and every snapshot that is not saved, wait until what they held is gone, and end. Safe to call twice."""
@@ -223,6 +225,21 @@ class Engine(Leasing):
         """What is idle, leased and on its way at which stage, how leases were served, and what the steps cost."""
         self._check_running()
         return self.pooling.status()
+
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The stages that a lease of `spec` needs in place, lowest first, as they are known here, and the keys of those that are."""
+        self._check_running()
+        return await self.pooling.ladder(checked(self.substrate, spec, Bindings()).spec)
+
+    def trouble(self, request: Request) -> str | None:
+        """Why this lease would have to wait for the end of another, in words; None when it would not."""
+        self._check_running()
+        return self.pooling.trouble(request)
+
+    def watch_pools(self, told: Callable[[], None] | None) -> list[Pooling]:
+        """Call `told` after every change in the pools from now on, which are given; None ends that. Must be cheap."""
+        self.pooling.watched_by(told)
+        return [self.pooling]
 
     async def find_snapshot(self, snapshot_id: str) -> Snapshot:
         """A saved snapshot by its id; `UsageError` when there is none."""

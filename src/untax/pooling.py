@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,6 +65,8 @@ class Pooling:
         self.driver: PoolDriver[Request, Standby] = PoolDriver(
             self, options, shares_stages=layered, upgrades_in_place=not layered, costs=costs
         )
+        self.recorded: Callable[[], None] = self.driver.changed
+        """Called after every change of the pool; what `watched_by` adds comes on top."""
 
     # ---- leases ----
 
@@ -339,6 +341,47 @@ class Pooling:
         known = [(key, key.partition("~")[0]) for key in self.driver.known_stages]
         gone = await self._engine.warehouse.missing({plain for _, plain in known} - self._in_place)
         self.driver.evicted(key for key, plain in known if plain in gone)
+
+    # ---- for whoever places leases over many nodes ----
+
+    def watched_by(self, told: Callable[[], None] | None) -> None:
+        """Called after every change, beside the engine's own record; None ends that. Must be cheap."""
+        own = self.recorded
+        if told is None:
+            self.driver.changed = own
+            return
+
+        def both() -> None:
+            own()
+            told()
+
+        self.driver.changed = both
+
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The rungs of a spec as this node knows them, and the keys of those that are in place."""
+        known = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))
+        stages = known if known is not None else await self._ladder(spec)
+        return stages, frozenset(stage.key for stage in stages) & self.driver.known_stages
+
+    @property
+    def filled(self) -> float:
+        """The share of the store's budget that is taken, as it was when it was last looked at; 0 without one."""
+        return self._engine.warehouse.filled
+
+    async def know_store(self) -> None:
+        """Stages that lie in the store from before are known without anybody having asked for them."""
+        self.driver.stored(await self._engine.warehouse.stage_keys())
+
+    def trouble(self, request: Request) -> str | None:
+        """Why a lease would have to wait for the end of another, in words; None when it would not."""
+        state, spec = self.driver.state, request.spec
+        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)), ()) if request.snapshot is None else ()
+        if state.has_room_for(stages, spec.limits.memory_mib):
+            return None
+        entries, free_mib = state.room
+        if entries < 1:
+            return f"{state.leased} sandboxes are leased and {state.waiting} wait, and the pool holds {self.driver.options.entries}"
+        return f"{spec.limits.memory_mib:g} MiB are asked for, and {max(0.0, free_mib):g} of {self.driver.options.memory_mib:g} are free"
 
     # ---- which stages ----
 

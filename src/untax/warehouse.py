@@ -69,6 +69,8 @@ class Warehouse:
         self._opened: LayerStore | None = None
         self.changed: Callable[[], None] | None = None
         """Called when something in a store with a budget was used, or is in use no more: it is to be settled some time later."""
+        self.filled = 0.0
+        """The share of the store's budget that is taken, as `settle` saw it last; what is in use counts too, so that it may be above 1."""
         self.has_users = False
         """Whether commands may be of several users inside, root among them: where the engine is not root there is but one id."""
 
@@ -167,15 +169,23 @@ class Warehouse:
             for key, times in uses:
                 store.used(key, times)
             _trim(store)
+            if store.budget_bytes is not None:
+                self.filled = sum(layer.bytes for layer in store.layers()) / store.budget_bytes
             return store.unkept()
 
         return await asyncio.to_thread(work)
+
+    async def stage_keys(self) -> frozenset[str]:
+        """Of all stages in the store."""
+        if self._opened is None or self._grounds is None:
+            return frozenset()
+        return frozenset(record.key for record in await asyncio.to_thread(self.store.stages))
 
     async def missing(self, keys: Collection[str]) -> frozenset[str]:
         """Those of some stages that were here and are in the store no more."""
         if self._opened is None or self._grounds is None:
             return frozenset()
-        there = await asyncio.to_thread(lambda: {record.key for record in self.store.stages()})
+        there = await self.stage_keys()
         return frozenset(key for key in keys if key not in there)
 
     async def prepare(self, spec: EnvSpec, progress: Progress | None) -> Prepared:

@@ -1,6 +1,6 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP. The adapters of providers run against such a server as well:
+`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP, `fleet` those of two Ray nodes. The adapters of providers run against such a server as well:
 ours as itself, E2B's through its own SDK; Daytona's and Modal's through their SDKs against facades of their APIs.
 """
 
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests import hosted, kubehost
+from tests import hosted, kubehost, raycluster
 from tests.engines_fixture import docker, podman  # noqa: F401
 from tests.images import small_image, tools_directory
 from tests.serving import ended, started
@@ -27,12 +27,14 @@ SHARING = {
 }
 SERVED = Variant("namespace", is_served=True)
 HOSTED = Variant("namespace", is_hosted=True)
+FLEET = Variant("namespace", is_fleet=True)
 PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:modal"), Variant("hosted:untax")]
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
     "hosted": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams", "test_trees"},
+    "fleet": {"test_lifecycle", "test_sessions", "test_snapshots", "test_stages"},
     "container-podman": {*FEW, "test_environment", "test_stages"},
     "container-docker-runsc": {"test_sessions", "test_streams"},
     "gvisor": {*FEW, "test_environment", "test_stages"},
@@ -64,9 +66,12 @@ def _is_left_out(item):
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, *PROVIDERS], ids=str)
+@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, FLEET, *PROVIDERS], ids=str)
 def engine(request, _runner, tmp_path_factory):
     name = request.param.substrate
+    if request.param.is_fleet:
+        yield from _on_a_fleet(_runner, tmp_path_factory.mktemp("state"))
+        return
     if name == "kubernetes":
         yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
         return
@@ -97,6 +102,20 @@ def engine(request, _runner, tmp_path_factory):
     _runner.run(engine.aclose())
     if served is not None:
         _runner.run(ended(served))
+
+
+def _on_a_fleet(_runner, state_dir):
+    """The engines of two Ray nodes, as one."""
+    if reason := raycluster.unavailable_reason():
+        pytest.skip(reason)
+    if os.geteuid() != 0:
+        pytest.skip("fleet: what differs from a served engine is the same for every user, so this suite has it as root only")
+    with raycluster.RayCluster(2) as cluster:
+        engine = untax.Fleet(cluster.address, name="conformance", state_dir=state_dir / "{node}")
+        _runner.run(engine.start())
+        engine.test_substrate = "namespace"
+        yield engine
+        _runner.run(engine.aclose())
 
 
 def _on_a_cluster(_runner, state_dir):

@@ -13,6 +13,7 @@ from tests.serving import environment
 
 import untax
 from untax import substrates
+from untax.cluster.view import Views
 from untax.core.substrate import IncumbentMaking
 from untax.meter import gather
 
@@ -175,3 +176,40 @@ async def test_the_meter_has_a_row_for_the_service(tmp_path):
         if (one.case.path, one.case.warmth) == ("channel", "cold"):
             assert 0 < one.control_plane <= one.parts["create"] + one.parts["ready"]
             assert one.detail["server's substrate"] == "namespace"
+
+
+async def test_a_server_is_watched_over_a_websocket_as_over_its_socket(server):
+    """What is idle and stored there is told when it changes, by the keys that it gives for a spec."""
+    spec = untax.EnvSpec(setup=("true",))
+    views = Views()
+    views.joined("n", isolation="namespace")
+    view = views.view("n")
+    came = asyncio.Event()
+
+    def told(part):
+        views.told("n", part)
+        came.set()
+
+    async def seen(condition):
+        async with asyncio.timeout(30):
+            while not condition():
+                came.clear()
+                await came.wait()
+
+    async with untax.connect(server.url, token=server.token) as remote:
+        watch = asyncio.ensure_future(remote.watch(told))
+        try:
+            top = (await remote.ladder(spec))[0][-1].key
+            await seen(lambda: view.isolation == "namespace" and view.leased == 0)
+            assert top not in view.stored
+            await remote.warm(spec, 1)
+            await seen(lambda: view.idle.get(top) == 1 and top in view.stored and not view.starting)
+            async with remote.lease(spec):
+                await seen(lambda: view.leased == 1)
+            await seen(lambda: view.leased == 0)
+            assert view.costs.known("create") is not None
+            await remote.warm(spec, 0)
+            await seen(lambda: not view.idle.get(top))
+        finally:
+            watch.cancel()
+            await asyncio.wait([watch])

@@ -106,6 +106,16 @@ async def test_a1_what_is_another_tenants_is_not_there(served, client, lease):
     assert (await client.get(f"/v1/leases/{lease}")).status_code == 200
 
 
+async def test_a1_what_others_have_built_is_not_to_be_watched(served):
+    """Keys of stages are hashes of recipes: who guesses a recipe would see whether it is there."""
+    async with untax.connect(served.url, token="bob-token-0123456789ab") as engine:
+        with pytest.raises(untax.UsageError, match="several tenants"):
+            async with asyncio.timeout(10):
+                await engine.watch(lambda part: pytest.fail(f"told {part}"))
+        async with engine.lease() as box:
+            assert (await box.run(["true"])).exit_code == 0
+
+
 async def test_a1_what_others_have_made_ready_has_no_recipe(served):
     """Set-up commands may hold what only their owner should read; over the held connection as over plain HTTP."""
     spec = untax.EnvSpec(setup=("echo alices-secret-recipe > /opt/recipe",))

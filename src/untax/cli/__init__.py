@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from untax.core.errors import ActionError, SubstrateError, UntaxError, UsageError
 
-COMMANDS = ("bench", "report", "project", "advise", "workload", "run", "shell", "pool", "image", "serve", "doctor")
+COMMANDS = ("bench", "report", "project", "advise", "workload", "run", "shell", "pool", "image", "serve", "fleet", "doctor")
 
 EXIT_NO = 1
 EXIT_USAGE = 2

@@ -89,9 +89,10 @@ class NodeActor:
 
     async def end(self) -> None:
         """Give everything back. The actor itself is its caller's to kill."""
-        if self._watching is not None:
-            self._watching.cancel()
-        await asyncio.shield(self._end())
+        async with self._starting:  # an agent that is about to be there would be left
+            if self._watching is not None:
+                self._watching.cancel()
+            await asyncio.shield(self._end())
 
     def _end(self) -> asyncio.Task[None]:
         if self._ending is None:

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, Self
 from untax.box import Box
 from untax.cluster import access, copies, terms
 from untax.cluster.node import NodeEngine
+from untax.cluster.placing import Placing
 from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket
 from untax.core.errors import (
     BackendError,
-    CreateError,
     PoolClosed,
-    StageUnavailable,
     SubstrateUnavailable,
     UntaxError,
     UsageError,
@@ -32,6 +31,7 @@ from untax.core.spec import EnvSpec, Limits
 from untax.leases import Bindings, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus, together
+from untax.server.service import LEASE_S
 from untax.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -40,17 +40,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.cluster")
 
-_LEAST_WAIT_S = 0.001
 _AGAIN_S = 1.0  # until Ray is asked again, when its head or the keeper is away
-# What another node may do better.
-_ELSEWHERE = (BackendError, CreateError, PoolClosed, StageUnavailable, SubstrateUnavailable)
 
 
 class Fleet(Leasing):
     """Leases sandboxes of every node. `async with`, or `start()` and `aclose()`. For one process and one event loop.
 
     Joins the fleet of this `name` on the Ray cluster, or brings one up: then each node gets an engine with these options, and closing this takes it down again.
-    `state_dir` may have `{node}` in it. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
+    `state_dir` may have `{node}` in it; `lease_s` is how long a client that lost its connection may take to come back. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
     """
 
     node_class: type[NodeEngine] = NodeEngine
@@ -62,13 +59,19 @@ class Fleet(Leasing):
         name: str = terms.DEFAULT_NAME,
         substrate: str | None = None,
         state_dir: str | os.PathLike[str] | None = None,
+        lease_s: float | None = None,
         clock: Clock = now_ns,
         **options: Any,
     ) -> None:
         super().__init__(clock)
         self.address = address
         self.name = terms.checked_name(name)
-        self._given = {"substrate": substrate, "state_dir": None if state_dir is None else os.fsdecode(state_dir), **options}
+        self._given = {
+            "substrate": substrate,
+            "state_dir": None if state_dir is None else os.fsdecode(state_dir),
+            "lease_s": lease_s,
+            **options,
+        }
         self._ticket: Ticket | None = None
         self._is_handle = False
         self._keeper: Any = None
@@ -80,6 +83,7 @@ class Fleet(Leasing):
         """Not in the fleet any more, and not over yet."""
         self._roll = Roll(0, (), ())
         self._following: asyncio.Task[None] | None = None
+        self._placing = Placing()
         self._is_down = False
 
     # ---- handles ----
@@ -148,8 +152,11 @@ class Fleet(Leasing):
             if keeper is None:
                 raise terms.down(self.name)
             return keeper
-        given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir")}
-        plan = Plan(self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given)
+        given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir", "lease_s")}
+        lease_s = self._given["lease_s"]
+        plan = Plan(
+            self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given, LEASE_S if lease_s is None else lease_s
+        )
         keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
         return keeper
 
@@ -159,7 +166,7 @@ class Fleet(Leasing):
         if not given:
             return
         plan = await self._asked(self._keeper.plan.remote())
-        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, **plan.options}
+        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, "lease_s": plan.lease_s, **plan.options}
         for name, value in given.items():
             if there.get(name) != value:
                 raise UsageError(
@@ -177,6 +184,7 @@ class Fleet(Leasing):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
+        await self._placing.aclose()
         await asyncio.gather(*(node.aclose() for node in (*self._nodes.values(), *self._left)), return_exceptions=True)
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
             await asyncio.wait(chores)
@@ -223,24 +231,47 @@ class Fleet(Leasing):
 
     async def _follow(self) -> None:
         """Hear of nodes that come and go. While nobody tells, what is known stays."""
-        while True:
-            try:
-                self._take(Roll.from_json(await self._asked(self._keeper.members.remote(self._roll.version))))
-            except UntaxError as exc:
-                log.info("nobody tells who is in the fleet: %s", exc)
-                await asyncio.sleep(_AGAIN_S)
-                found = await asyncio.to_thread(_found, self.name)
-                if found is False:
-                    self._was_taken_down()
-                    return
+        telling: asyncio.Future[str] | None = None
+        try:
+            while not self._is_down:
+                if telling is None:
+                    telling = asyncio.ensure_future(self._asked(self._keeper.members.remote(self._roll.version)))
+                # Those that did not answer are tried again meanwhile.
+                is_whole = all(member.key in self._nodes for member in self._roll.members)
+                if (await asyncio.wait([telling], timeout=None if is_whole else _AGAIN_S))[0]:
+                    await self._heard(telling)
+                    telling = None
+                try:
+                    await self._meet(self._roll.members)
+                except UsageError as exc:
+                    log.error("%s", exc)
+        finally:
+            if telling is not None:
+                telling.cancel()
+
+    async def _heard(self, telling: asyncio.Future[str]) -> None:
+        try:
+            self._take(Roll.from_json(telling.result()))
+        except UntaxError as exc:
+            log.info("nobody tells who is in the fleet: %s", exc)
+            await asyncio.sleep(_AGAIN_S)  # Ray tells nobody when an actor is there again
+            found = await asyncio.to_thread(_found, self.name)
+            if found is False:
+                self._was_taken_down()
+            elif not self._is_maker:  # Ray ends an actor whose maker has let go of the handle it was made with
                 self._keeper = found or self._keeper
-                self._roll = replace(self._roll, version=-1)
-                continue
-            await self._meet(self._roll.members)
+            self._roll = replace(self._roll, version=-1)
+
+    async def _is_taken_down(self) -> bool:
+        """Whether nobody keeps it any more, which may not have been told yet. Only asked when a lease has failed everywhere."""
+        if await asyncio.to_thread(_found, self.name) is False:
+            self._was_taken_down()
+        return self._is_down
 
     def _was_taken_down(self) -> None:
         self._is_down = True
         for node in self._nodes.values():
+            self._placing.leave(node.label, node)
             node.left()
 
     def _take(self, roll: Roll) -> None:
@@ -249,8 +280,11 @@ class Fleet(Leasing):
             member = next((one for one in roll.members if one.key == key), None)
             if member is not None:
                 node.member = member
+                if member.is_draining:
+                    self._placing.views.drained(node.label)
             else:
                 del self._nodes[key]
+                self._placing.leave(node.label, node)
                 self._left.add(node)
                 node.left()
                 node.on_over = self._left.discard
@@ -278,6 +312,15 @@ class Fleet(Leasing):
         except UsageError as exc:
             raise terms.stranger(self.name, member, exc) from exc
         self._nodes[member.key] = node
+        node.label = self._label(member)
+        if node.is_here:
+            self._placing.views.here = node.label
+        self._placing.follow(node.label, node)
+
+    def _label(self, member: Member) -> str:
+        """What the node is called in ledgers and messages: its name, unless there is another of that name."""
+        others = {one.name for one in self._roll.members if one.node_id != member.node_id}
+        return f"{member.name} ({member.node_id[:8]})" if member.name in others else member.name
 
     def _made(self, member: Member, *, is_here: bool) -> NodeEngine:
         assert self._ticket is not None
@@ -308,31 +351,25 @@ class Fleet(Leasing):
             raise
         return await fleet._ready()
 
-    def _ranked(self) -> list[NodeEngine]:
+    def _usable(self) -> list[NodeEngine]:
+        """The least loaded by this client first."""
         usable = [node for node in self._nodes.values() if node.is_usable]
-        return sorted(usable, key=lambda node: (node.load, node.member.node_id != self._own_node))
+        return sorted(usable, key=lambda node: (not node.is_connected, node.load, node.member.node_id != self._own_node))
 
     async def fulfil(self, request: Request) -> Box:
         fleet = await self._ready()
         return await (fleet._fulfil(request) if request.snapshot is None else fleet._holding(request.snapshot).fulfil(request))
 
     async def _fulfil(self, request: Request) -> Box:
-        began_ns = self.clock()
-        last: UntaxError | None = None
-        for node in self._ranked():
-            if request.wait_s is not None and last is not None:
-                request = replace(request, wait_s=max(_LEAST_WAIT_S, request.wait_s - (self.clock() - began_ns) / 1e9))
-                began_ns = self.clock()
-            try:
-                box = await node.fulfil(request)
-            except _ELSEWHERE as exc:
-                log.info("node %s refused a lease: %s", node.member.name, exc)
-                last = _named(node.member, exc)
-                continue
-            box.ledger.choice = f"node {node.member.name}"
-            return box
-        self._check_running()
-        raise last or (terms.down(self.name) if self._is_down else terms.nobody(self.name, self._roll.refusals))
+        try:
+            return await self._placing.fulfil(request)
+        except (BackendError, PoolClosed, SubstrateUnavailable):
+            self._check_running()
+            if self._is_down or await self._is_taken_down():
+                raise terms.down(self.name) from None
+            if not self._placing.views.nodes:
+                raise terms.nobody(self.name, self._roll.refusals) from None
+            raise
 
     def _holding(self, snapshot: Snapshot) -> NodeEngine:
         node: object = snapshot.engine
@@ -343,8 +380,9 @@ class Fleet(Leasing):
 
     async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
         """As `untax.Engine.prepare`, on the node where a lease of it would go."""
-        for node in (await self._ready())._ranked():
-            return await node.prepare(spec, progress=progress)
+        fleet = await self._ready()
+        for best in await fleet._placing.ranked(checked(self.offer, spec, Bindings()).spec):
+            return await fleet._placing.engine(best.node).prepare(spec, progress=progress)
         raise terms.nobody(self.name, self._roll.refusals)
 
     async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
@@ -358,7 +396,7 @@ class Fleet(Leasing):
             await fleet._holding(request.snapshot).warm(request.snapshot, n, limits=limits)
             return
         spec = checked(self.offer, spec, Bindings(limits=limits)).spec
-        nodes = fleet._ranked()
+        nodes = fleet._usable()
         if not nodes:
             raise terms.nobody(self.name, self._roll.refusals)
         shares = [n // len(nodes) + (index < n % len(nodes)) for index in range(len(nodes))]
@@ -437,13 +475,3 @@ def _found(name: str) -> Any:
         return access.find_keeper(name) or False
     except Exception:  # its head is away
         return None
-
-
-def _named(member: Member, exc: UntaxError) -> UntaxError:
-    """The same, with the node in its words."""
-    where = f"node {member.name}: "
-    if isinstance(exc, StageUnavailable):
-        return StageUnavailable(exc.stage, where + exc.message, exc.log)
-    if isinstance(exc, (BackendError, CreateError, SubstrateUnavailable)):
-        return type(exc)(exc.sandbox_id, where + exc.message)
-    return type(exc)(where + str(exc))

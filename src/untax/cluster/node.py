@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from untax.box import Box
     from untax.core.span import Clock
     from untax.leases import Request
+    from untax.remote.box import RemoteBox
 
 
 class NodeEngine(RemoteEngine):
@@ -29,6 +30,8 @@ class NodeEngine(RemoteEngine):
     def __init__(self, member: Member, ticket: Ticket, *, is_here: bool, clock: Clock) -> None:
         super().__init__(f"unix:{member.socket}", clock=clock)
         self.member = member
+        self.label = member.name
+        """As ledgers and messages call the node."""
         self.on_over: Callable[[NodeEngine], object] | None = None
         """Told when it left and nothing of it is held any more."""
         self._asking = 0
@@ -41,20 +44,27 @@ class NodeEngine(RemoteEngine):
         return self._state == "running" and not self._is_gone and not self.member.is_draining
 
     @property
+    def is_connected(self) -> bool:
+        return self._connection is not None and self._connection.is_connected
+
+    @property
     def load(self) -> int:
         """Leases of this client here, asked for or held."""
         return self._asking + len(self._boxes)
 
-    async def fulfil(self, request: Request) -> Box:
+    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
         self._asking += 1
         try:
-            return await super().fulfil(request)
+            return await super().fulfil(request, may_refuse=may_refuse)
         finally:
             self._asking -= 1
 
     def forget(self, box: Box) -> None:
         super().forget(box)
         self._end_if_over()
+
+    def _is_needed(self) -> bool:
+        return not self._is_gone or super()._is_needed()
 
     def left(self) -> None:
         """The node, or this agent of it, is not in the fleet any more. What still answers goes on; what does not is over."""

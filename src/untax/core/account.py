@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from untax.core.errors import ProtocolError
-from untax.core.ledger import KEPT_ACTIONS, KEPT_EGRESS, ActionRecord, EgressRecord, Ledger
+from untax.core.ledger import KEPT_ACTIONS, KEPT_EGRESS, ActionRecord, EgressRecord, Ledger, Placed
 from untax.core.span import Clock
 
 _NAME_MAX = 200
+_WORDS_MAX = 2000
+_TRIED_MAX = 64
 
 
 def opening(ledger: Ledger) -> dict[str, Any]:
@@ -69,9 +71,20 @@ def holding(ledger: Ledger) -> dict[str, Any]:
         "actions": [list(action) for action in ledger.actions],
         "folded": [folded.count, folded.busy_ns, folded.parts],
         "reasons": ledger._reasons,
+        **({"placed": ledger.placed} if ledger.placed is not None else {}),
         "egress": [[one.host, one.port, one.verdict, one.reason, one.at_ns] for one in ledger.egress],
         "egress_counts": [ledger._egress_allowed, ledger._egress_refused],
     }
+
+
+def _placed(told: object) -> Placed | None:
+    """As its holder says, in no more words than there should be."""
+    if told is None:
+        return None
+    if not isinstance(told, Placed):
+        raise TypeError(f"a place that is {type(told).__name__}")
+    tried = tuple((str(node)[:_NAME_MAX], str(said)[:_WORDS_MAX]) for node, said in told.tried[:_TRIED_MAX])
+    return Placed(str(told.node)[:_NAME_MAX], str(told.why)[:_WORDS_MAX], tried)
 
 
 def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
@@ -96,6 +109,7 @@ def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
         ]
         allowed, refused = (int(number) for number in data["egress_counts"])
         released_ns = None if released is None else int(released) + shift_ns
+        placed = _placed(data.get("placed"))
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ProtocolError(f"a lease was given up without its account: {exc!r}") from exc
     own_held_ns = ledger._held_from_ns or held_ns
@@ -111,6 +125,7 @@ def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
     ledger._folded.count, ledger._folded.busy_ns, ledger._folded.parts = folded
     for reason in reasons:
         ledger.fault(reason)
+    ledger.placed = placed
     if attempts or allowed or refused:  # otherwise it was the server that dialled, and knows
         ledger._egress[:] = attempts[:KEPT_EGRESS]
         ledger._egress_allowed, ledger._egress_refused = allowed, refused

@@ -14,6 +14,7 @@ UntaxError                   retryable = False unless a subclass says otherwise
 │   └── DestroyError         may have leaked something; names what
 ├── PoolError
 │   ├── PoolTimeout          no lease within the deadline                 retryable
+│   ├── LeaseRefused         not here and now: ask another node           retryable
 │   └── PoolClosed
 ├── StageError               what a spec needs could not be put in place; carries the stage
 │   ├── StageFailed          its recipe failed: a set-up command, a missing commit, a refused archive; carries the log
@@ -107,6 +108,24 @@ class PoolError(UntaxError):
 
 class PoolTimeout(PoolError):
     retryable = True
+
+
+class LeaseRefused(PoolError):
+    """A node that was asked to say so at once has no place for this lease; nothing was started, and another node may have one.
+
+    `reason` is a word for programs: `"draining"`, `"full"` (a lease would have to end first), `"busy"` (the tenant's allowance is used up)
+    or `"disk"` (there is no room for a stage).
+    """
+
+    retryable = True
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason = reason
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class PoolClosed(PoolError):

@@ -72,6 +72,17 @@ class Hit:
     """Seconds of each step up from `start`: stages that were built, and the sandbox's own creation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where in a fleet a lease went."""
+
+    node: str
+    why: str
+    """In words: how near that node was to what the lease needed, and how near the next."""
+    tried: tuple[tuple[str, str], ...] = ()
+    """The nodes that were asked before, and what each said."""
+
+
 class Ledger:
     """Live while the lease lasts: reading it twice may give different numbers. Final once the box is released."""
 
@@ -93,6 +104,8 @@ class Ledger:
         """How the pool served it; None for what a pool does not serve (forks, restored snapshots, builds)."""
         self.choice = ""
         """Why this substrate, where the engine chose among several."""
+        self.placed: Placed | None = None
+        """Which node of a fleet it went to, and why; None for what one engine served."""
         self._clock = clock
         self._start_ns = start_ns
         self._held_from_ns: int | None = None
@@ -241,6 +254,7 @@ class Ledger:
                 "substrate": self.substrate,
                 "isolation": self.isolation,
                 **({"choice": self.choice} if self.choice else {}),
+                **({"placed": asdict(self.placed)} if self.placed is not None else {}),
                 "sandboxes": self.sandboxes,
                 "verdict": self.verdict,
                 "reasons": self._reasons,
@@ -275,6 +289,9 @@ class Ledger:
         yield f"rollout {self.rollout} on {self.substrate}: {self.verdict}{because}"
         if self.choice:
             yield f"  chosen: {self.choice}"
+        if self.placed is not None:
+            before = "".join(f"; before that {node}: {said}" for node, said in self.placed.tried)
+            yield f"  placed: {self.placed.node}: {self.placed.why}{before}"
         for name in (*PARTS, "holder", "unattributed"):
             seconds = numbers[f"{name}_s"]
             if seconds > 0:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,8 +108,14 @@ class Git:
         with everything it started when the caller is cancelled.
         """
         self._prepare()
+        if shutil.which("git") is None:
+            raise StageUnavailable("repo", "git is not installed on this machine; install the package git")
         try:
+            # By a shell: not every event loop starts a process with a umask of its own.
             child = await asyncio.create_subprocess_exec(
+                "/bin/sh",
+                "-c",
+                'umask 022; exec git "$@"',
                 "git",
                 *argv,
                 cwd=cwd,
@@ -118,10 +125,9 @@ class Git:
                 stderr=asyncio.subprocess.PIPE,
                 start_new_session=True,
                 pass_fds=tuple(inherit),
-                umask=0o022,
             )
         except FileNotFoundError as exc:
-            raise StageUnavailable("repo", "git is not installed on this machine; install the package git") from exc
+            raise StageUnavailable("repo", f"git cannot be started: {exc}") from exc
         answer, words = bytearray(), bytearray()
 
         def keep(data: bytes) -> None:

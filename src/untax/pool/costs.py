@@ -38,6 +38,8 @@ class Costs:
     def __init__(self) -> None:
         self._by_name: dict[str, float] = {}
         self._by_key: OrderedDict[str, float] = OrderedDict()
+        self.learnt = 0
+        """How often something was: who looks again sees whether there is anything new."""
 
     # ---- what is expected ----
 
@@ -53,6 +55,14 @@ class Costs:
         known = self._by_key.get(stage.key)
         return known if known is not None else self._by_name.get(stage.name, _GUESSES[stage.name])
 
+    def known_stage(self, stage: Stage) -> float | None:
+        """As `of_stage`, and None where this very stage was never put in place."""
+        return self._by_key.get(stage.key)
+
+    def has_name(self, name: str) -> bool:
+        """Whether a step of this name was ever measured."""
+        return name in self._by_name
+
     # ---- what was measured ----
 
     def observe(self, operation: Operation, seconds: float) -> None:
@@ -66,6 +76,24 @@ class Costs:
 
     def _learn(self, name: str, seconds: float) -> None:
         self._by_name[name] = _blend(self._by_name.get(name), seconds)
+        self.learnt += 1
+
+    # ---- told to others ----
+
+    def as_told(self) -> tuple[dict[str, float], dict[str, float]]:
+        """All that was measured, by name and by stage key."""
+        return dict(self._by_name), dict(self._by_key)
+
+    def hear(self, by_name: Mapping[str, float], by_key: Mapping[str, float], *, weight: float = 1.0) -> None:
+        """What somebody else measured, in the place of what is known; with a smaller weight it only moves that."""
+        for name, seconds in by_name.items():
+            before = self._by_name.get(name)
+            self._by_name[name] = seconds if before is None else before + weight * (seconds - before)
+        for key, seconds in by_key.items():
+            before = self._by_key.pop(key, None)
+            self._by_key[key] = seconds if before is None else before + weight * (seconds - before)
+        while len(self._by_key) > _MOST_KEYS:
+            self._by_key.popitem(last=False)
 
     # ---- kept between engines ----
 

@@ -46,10 +46,14 @@ class Choice:
     @property
     def why(self) -> str:
         """One sentence for people."""
-        text = f"{self._how()}{f' on {self.node}' if self.node else ''}, {self._todo()}: {_seconds(self.expected_s)}"
+        text = self.said()
         if self.other is not None:
             text += f"; next best: {self.other._how()}, {self.other._todo()}: {_seconds(self.other.expected_s)}"
         return text
+
+    def said(self) -> str:
+        """The same without what else there was."""
+        return f"{self._how()}{f' on {self.node}' if self.node else ''}, {self._todo()}: {_seconds(self.expected_s)}"
 
     def _how(self) -> str:
         if self.entry is not None:
@@ -169,6 +173,9 @@ class Fleet:
             _forget(self._present, key, self._nodes[node])
 
     # ---- what is known ----
+
+    def idle_by_key(self) -> dict[str, int]:
+        return dict(self._counts)
 
     def idle_at(self, key: str) -> int:
         return self._counts.get(key, 0)

@@ -51,6 +51,10 @@ class Starts:
     def load(self) -> float:
         return len(self._starts) / self._admission.cap
 
+    def building(self) -> dict[str, float]:
+        """Keys of the stages that are being put in place for all, and since when."""
+        return {stage.key: start.since_s for start in self._starts.values() for stage in start.missing} if self._shares_stages else {}
+
     def in_the_way(self, missing: tuple[Stage, ...]) -> str | None:
         """What one more with these stages missing would have to wait for; None for nothing."""
         if self.free <= 0:

@@ -126,6 +126,34 @@ class Pool:
     def waiting(self) -> int:
         return sum(spec.waiting for spec in self._queued.values())
 
+    @property
+    def leased(self) -> int:
+        return self._stock.leased
+
+    @property
+    def room(self) -> tuple[float, float]:
+        """How many sandboxes and MiB more could be leased without waiting for one that is: beside those who wait already."""
+        entries, memory_mib = self._stock.room
+        if not self._queued:
+            return entries, memory_mib
+        waiting = [ticket.memory_mib for ticket in self._tickets.values() if ticket.state == "waiting"]
+        return entries - len(waiting), memory_mib - sum(waiting)
+
+    def has_room_for(self, stages: tuple[Stage, ...], memory_mib: float) -> bool:
+        """Whether a lease of this would not have to wait until another has ended."""
+        if self.at_once(stages, memory_mib) is not None:
+            return True
+        entries, free_mib = self.room
+        return entries >= 1 and memory_mib <= free_mib
+
+    def idle_by_key(self) -> dict[str, int]:
+        """As `idle_at`, of all stages that have any."""
+        return self._stock.idle_by_key()
+
+    def building(self) -> dict[str, float]:
+        """Keys of the stages that are being put in place for all, and since when."""
+        return self._starts.building()
+
     def idle_at(self, key: str) -> int:
         """Idle sandboxes with this stage uppermost."""
         return self._stock.idle_at(key)

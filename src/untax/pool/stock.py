@@ -44,6 +44,7 @@ class Stock:
         self._entries: dict[str, Entry] = {}
         self._ordered = 0  # being made
         self.idle = 0
+        self.idle_mib = 0.0
         self.memory_mib = 0.0
         """Of all of them, with those that are being made."""
         self._leaving = 0
@@ -79,6 +80,7 @@ class Stock:
         entry.state, entry.since_s = "idle", now_s
         self.fleet.park(entry.id, _HERE, entry.stage.key)
         self.idle += 1
+        self.idle_mib += entry.memory_mib
 
     def lend(self, entry: Entry, ticket: str, stages: tuple[Stage, ...], *, more_mib: float, is_upgraded: bool) -> None:
         self._unpark(entry)
@@ -105,10 +107,11 @@ class Stock:
     def _unpark(self, entry: Entry) -> None:
         self.fleet.take(entry.id)
         self.idle -= 1
+        self.idle_mib -= entry.memory_mib
 
     def _settle(self) -> None:
         if not self._entries and not self._ordered:
-            self.memory_mib = self._leaving_mib = 0.0  # what rounding left over
+            self.memory_mib = self.idle_mib = self._leaving_mib = 0.0  # what rounding left over
 
     def stored(self, key: str) -> None:
         self.fleet.stored(_HERE, key)
@@ -120,6 +123,18 @@ class Stock:
         self.fleet.node(_HERE).load = load
 
     # ---- what there is ----
+
+    @property
+    def leased(self) -> int:
+        return len(self._entries) - self.idle - self._leaving
+
+    @property
+    def room(self) -> tuple[float, float]:
+        """Sandboxes and MiB that there could be beside those that are not idle."""
+        return self._most - len(self) + self.idle, self._most_mib - self.memory_mib + self.idle_mib
+
+    def idle_by_key(self) -> dict[str, int]:
+        return self.fleet.idle_by_key()
 
     def idle_at(self, key: str) -> int:
         return self.fleet.idle_at(key)

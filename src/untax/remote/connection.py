@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from untax.remote.stream import MessageStream
 log = logging.getLogger("untax.remote")
 
 _SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
+_WAY_WEIGHT = 0.05  # of a way that took longer than was known: one that has become slow is noticed after some dozen
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 
@@ -103,6 +105,8 @@ class _Pending:
         self.on_part = on_part
         self.answer = answer
         self.is_abandoned = False
+        self.is_standing = False
+        """Whether it has no answer, only parts for as long as it lasts."""
 
 
 class Connection:
@@ -130,13 +134,17 @@ class Connection:
         self._connecting: asyncio.Task[None] | None = None
         self._retrying: asyncio.Task[None] | None = None
         self._beat: asyncio.TimerHandle | None = None
+        self._beat_ns: int | None = None  # when the last one was sent that has no answer yet
+        self._way_s: float | None = None
         self._unheard = 0
         self._is_closed = False
 
     # ---- requests ----
 
-    async def request(self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None) -> Reply:
-        """Carry one request out over there. Cancelling it gives back what it came to.
+    async def request(
+        self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None, is_standing: bool = False
+    ) -> Reply:
+        """Carry one request out over there. Cancelling it gives back what it came to. A standing one lasts until then.
 
         Raises what the server raised; `BackendError` when it is gone, or silent for `timeout_s`.
         """
@@ -147,6 +155,7 @@ class Connection:
         answer: asyncio.Future[Reply] = self._loop.create_future()
         request_id = self._take_id()
         pending = self._pending[request_id] = _Pending(op, args, on_part, answer)
+        pending.is_standing = is_standing
         try:
             self._send(request_id, pending)
             async with asyncio.timeout(timeout_s) as deadline:
@@ -169,8 +178,11 @@ class Connection:
 
     def _send(self, request_id: int, pending: _Pending) -> None:
         assert self._stream is not None
-        seen = next(iter(self._pending), self._next_id) - 1
-        self._stream.send({"id": request_id, "op": pending.op, "seen": seen, "args": pending.args})
+        self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
+
+    def _seen(self) -> int:
+        """Up to which number every request was answered that has an answer."""
+        return next((one for one, pending in self._pending.items() if not pending.is_standing), self._next_id) - 1
 
     def _abandon(self, request_id: int, pending: _Pending) -> None:
         """Nobody waits any more; what comes of it is not wanted."""
@@ -180,6 +192,17 @@ class Connection:
             self._pending.pop(request_id, None)
         if self._stream is not None:
             self._stream.send({"id": request_id, "op": "cancel"})
+
+    @property
+    def way_s(self) -> float:
+        """What the way to the server and back takes, beside what the server does."""
+        return self._way_s if self._way_s is not None else math.inf
+
+    def took(self, seconds: float) -> None:
+        """So long the way there and back was, or seemed."""
+        # A loop that was busy with something else makes a way seem long, nothing makes it seem short.
+        before_s = self.way_s
+        self._way_s = seconds if seconds < before_s else before_s + _WAY_WEIGHT * (seconds - before_s)
 
     # ---- its life ----
 
@@ -252,6 +275,7 @@ class Connection:
             async with asyncio.timeout(GREETING_S):
                 body = await greeting
             self.server = Server.read(body, asked_ns)
+            self.took((now_ns() - asked_ns) / 1e9)
             self._place.greeted(stream, body)
         except BaseException as exc:
             stream.close()
@@ -288,6 +312,9 @@ class Connection:
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:
             self._answered(request_id, pending, body, fd)
             return
+        elif request_id == 0 and self._beat_ns is not None:
+            self.took((now_ns() - self._beat_ns) / 1e9)
+            self._beat_ns = None
         close(fd)
 
     def connection_lost(self, reason: str) -> None:
@@ -343,7 +370,9 @@ class Connection:
                         return
                     if self._place.carries_channels and self.server is not None and self._loop.time() - began > self.server.lease_s:
                         self._on_forgotten()  # by now the server has given up what we held, if there is one
-                        return
+                        began = self._loop.time()
+                        if not self._is_needed():
+                            return
                 await asyncio.sleep(delay_s)  # nothing tells when a file at a path begins to be listened at
                 delay_s = min(2 * delay_s, _LAST_RETRY_S)
         finally:
@@ -375,7 +404,8 @@ class Connection:
             self.connection_lost("it does not answer")
             return
         self._unheard += 1
-        self._stream.send({"id": 0, "op": "renew", "seen": next(iter(self._pending), self._next_id) - 1})
+        self._beat_ns = now_ns()
+        self._stream.send({"id": 0, "op": "renew", "seen": self._seen()})
         self._schedule_beat()
 
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from untax.box import Box
 from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits
+from untax.core.stage import Stage
 from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus
@@ -82,7 +82,7 @@ class RemoteEngine(Leasing):
             self._place,
             on_event=self._heard,
             on_forgotten=lambda: self._end_all("its server was started anew, or gave it up while the connection was broken"),
-            is_needed=lambda: any(isinstance(box, RemoteBox) and box.is_live for box in self._boxes),
+            is_needed=self._is_needed,
         )
         try:
             await self._connection.connect()
@@ -91,6 +91,10 @@ class RemoteEngine(Leasing):
             await self._connection.close()
             raise
         self._state = "running"
+
+    def _is_needed(self) -> bool:
+        """Whether a connection that breaks is taken up again also while nobody waits for an answer."""
+        return any(isinstance(box, RemoteBox) and box.is_live for box in self._boxes)
 
     async def aclose(self) -> None:
         """Release every box and say good-bye. Safe to call twice."""
@@ -111,6 +115,13 @@ class RemoteEngine(Leasing):
         if self._connection is None or self._connection.server is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
         return self._connection.server
+
+    @property
+    def link_s(self) -> float:
+        """What the way to the server and back takes, beside what the server does, as greetings, heartbeats and leases have shown."""
+        if self._connection is None or self._connection.server is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        return self._connection.way_s
 
     @property
     def substrate(self) -> RemoteSubstrate:
@@ -164,13 +175,30 @@ class RemoteEngine(Leasing):
             raise ProtocolError("a pool's status that is none")
         return found
 
+    async def ladder(self, spec: EnvSpec) -> tuple[tuple[Stage, ...], frozenset[str]]:
+        """The stages that a lease of `spec` needs in place, lowest first, as the server knows them, and the keys of those that are."""
+        answer = await self.ask("ladder", spec=checked(self.offer, spec, Bindings()).spec)
+        stages, present = answer.get("stages"), answer.get("present")
+        if not isinstance(stages, tuple) or not stages or not all(isinstance(stage, Stage) for stage in stages):
+            raise ProtocolError("the stages of a spec that are none")
+        return stages, frozenset(map(str, present)) if isinstance(present, tuple) else frozenset()
+
+    async def watch(self, told: Part) -> None:
+        """Be told what the server has idle, stored and starting: all of it at once, then what changes (`docs/serve.md`). Lasts until it is
+        cancelled; `BackendError` when the server is gone. A connection that broke is taken up again, and all of it told anew.
+        """
+        if self._connection is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        (await self._connection.request("watch", {}, on_part=told, is_standing=True)).discard()
+
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""
         return tuple(json.loads(one) for one in (await self.ask("ledgers")).get("value") or ())
 
     # ---- how a box comes to be ----
 
-    async def fulfil(self, request: Request) -> Box:
+    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
+        """`may_refuse`: `LeaseRefused` at once where it would have to wait for the end of another lease, for who knows of other servers."""
         self._check_running()
         asked_ns = self.clock()
         lease_id = new_lease_id()
@@ -182,6 +210,8 @@ class RemoteEngine(Leasing):
             "ttl_s": request.ttl_s,
             "snapshot": None if request.snapshot is None else request.snapshot.id,
         }
+        if may_refuse:
+            args["may_refuse"] = True
         timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
         try:
             reply = await self.request("lease", args, timeout_s=timeout_s)
@@ -195,7 +225,12 @@ class RemoteEngine(Leasing):
             self.chore(self._give_back(lease_id))
             raise
         self._boxes.add(box)
+        self._came(asked_ns, reply.body["account"])
         return box
+
+    def _came(self, asked_ns: int, account: Mapping[str, Any]) -> None:
+        assert self._connection is not None
+        self._connection.took(max(0.0, (self.clock() - asked_ns - (int(account["held_ns"]) - int(account["start_ns"]))) / 1e9))
 
     async def _give_back(self, lease_id: str) -> None:
         """A lease that could not be taken."""

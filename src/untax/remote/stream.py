@@ -42,6 +42,10 @@ class MessageStream(Protocol):
     def send(self, body: Mapping[str, Any], fd: int | None = None) -> None:
         """Send or keep; never blocks. Ignored once it is closed. `fd` stays the caller's."""
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the other end has not taken yet."""
+
     def close(self) -> None:
         """Without a word to the receiver. What was kept is sent as far as the other end takes it at once."""
 
@@ -67,6 +71,10 @@ class UnixStream:
         """The process and user at the other end, as the kernel saw them when it connected or began to listen."""
         pid, uid, _ = _UCRED.unpack(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         return pid, uid
+
+    @property
+    def unsent(self) -> int:
+        return self._kept_size
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver

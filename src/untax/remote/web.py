@@ -79,6 +79,10 @@ class WebStream(asyncio.Protocol):
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
 
+    @property
+    def unsent(self) -> int:
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
     def send(self, body: Mapping[str, Any], fd: int | None = None) -> None:  # noqa: ARG002  a client has none to pass
         if not self._is_closed:
             self._put(HEAD.pack(MESSAGE, 0) + encode(body)[4:])

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from untax.core import account
-from untax.core.errors import ProtocolError, SandboxLost, UsageError
+from untax.core.errors import LeaseRefused, PoolTimeout, ProtocolError, SandboxLost, StageUnavailable, UntaxError, UsageError
 from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
+from untax.pooling import STORE
 from untax.remote.messages import Body
 from untax.server.answers import Outcome
 from untax.server.handed import Handed, HangUps, hand_over
@@ -58,10 +60,12 @@ class Operations:
         request = checked(engine.offer, args.spec(), late)
         snapshot_id = args.text_or_none("snapshot")
         owner.gate.admit(request.spec)
+        if (may_refuse := args.truth_or_false("may_refuse")) and (trouble := engine.trouble(request)) is not None:
+            raise LeaseRefused("full", trouble)
         if snapshot_id is not None:
             owner.gate.check_snapshot(snapshot_id)
             request = replace(request, snapshot=await engine.find_snapshot(snapshot_id))
-        with owner.gate.starting():
+        with _refusing(may_refuse), owner.gate.starting():
             box = await engine.fulfil(request)
             owner.gate.leased(1)
         try:
@@ -213,8 +217,28 @@ class Operations:
                 await self._engine.warm(snapshot_id, args.whole("n"), limits=args.spec().limits)
         return Outcome({})
 
+    async def op_ladder(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        owner.gate.admit(args.spec())
+        stages, present = await self._engine.ladder(args.spec())
+        return Outcome({"stages": stages, "present": sorted(present)})
+
     async def op_pools(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         return Outcome({"pools": owner.gate.shown(self._engine.pools())})
+
+
+@contextmanager
+def _refusing(may_refuse: bool) -> Iterator[None]:
+    """What another node may be better at is refused as such, for whoever asks several."""
+    try:
+        yield
+    except PoolTimeout as exc:
+        if may_refuse and isinstance(exc.__cause__, UntaxError):  # an allowance of the tenant's, used up
+            raise LeaseRefused("busy", str(exc)) from exc
+        raise
+    except StageUnavailable as exc:
+        if may_refuse and exc.stage == STORE:
+            raise LeaseRefused("disk", str(exc)) from exc
+        raise
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:
@@ -270,6 +294,10 @@ class _Args:
     def truth(self, name: str) -> bool:
         value: bool = self._of(name, bool)
         return value
+
+    def truth_or_false(self, name: str) -> bool:
+        """For what older clients do not say."""
+        return self.truth(name) if name in self._given else False
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         value: Mapping[str, Any] = self._of(name, dict)

@@ -69,6 +69,9 @@ class Gate(Protocol):
     def shown(self, pools: PoolStatus) -> PoolStatus:
         """What it may see of the pools."""
 
+    def check_watching(self) -> None:
+        """Raises for who may not see what is idle and stored here, by stage key."""
+
 
 class Open:
     """For whoever is trusted as the server's own user is."""
@@ -98,6 +101,9 @@ class Open:
 
     def shown(self, pools: PoolStatus) -> PoolStatus:
         return pools
+
+    def check_watching(self) -> None:
+        pass
 
 
 class Proof(Protocol):

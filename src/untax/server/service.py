@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from untax import __version__
-from untax.core.errors import PoolClosed, ProtocolError, UntaxError
+from untax.core.errors import LeaseRefused, PoolClosed, ProtocolError, UntaxError
 from untax.core.ledger import Ledger
 from untax.core.spec import require_duration
 from untax.core.stream import ByteStream
@@ -25,6 +25,7 @@ from untax.server.answers import Answers, Outcome
 from untax.server.handed import HangUps
 from untax.server.operations import Operations
 from untax.server.owners import Owner, Owners
+from untax.server.view import Views
 
 if TYPE_CHECKING:
     from untax.engine import Engine
@@ -35,6 +36,7 @@ LEASE_S = 10.0
 """How long an owner that lost its connection may take to come back before what it held is given back."""
 HEARTBEAT_S = 3.0
 """How often a client lets itself be heard, and finds out whether the server still answers."""
+_BEATS = 3  # within the time after which a client that says nothing is given up
 LEDGERS_KEPT = 256
 _LEDGERS_BYTES = 16 << 20
 
@@ -58,6 +60,7 @@ class Service:
         self.operations = Operations(engine, self._hang_ups, self.closed, self._changed)
         self._waiting: list[asyncio.Future[None]] = []
         self.is_draining = False
+        self.views = Views(self)
 
     @property
     def leases(self) -> int:
@@ -86,6 +89,7 @@ class Service:
     def drain(self) -> None:
         """From here on there are no new leases; the clients are told."""
         self.is_draining = True
+        self.views.changed()
         for session in list(self.sessions):
             session.say({"event": "draining"})
 
@@ -98,6 +102,7 @@ class Service:
         await asyncio.gather(*ends)
         for session in list(self.sessions):
             session.drop("the server was stopped")
+        self.views.close()
         self._hang_ups.close()
 
     # ---- owners ----
@@ -160,9 +165,13 @@ class Session:
     def say(self, body: Body, fd: int | None = None) -> None:
         self._stream.send(body, fd)
 
+    @property
+    def unsent(self) -> int:
+        return self._stream.unsent
+
     def drop(self, reason: str) -> None:
         log.debug("connection of %s dropped: %s", self._label, reason)
-        self._service.sessions.discard(self)
+        self._gone()
         self._stream.close()
 
     # ---- from the stream ----
@@ -180,11 +189,15 @@ class Session:
 
     def connection_lost(self, reason: str) -> None:
         log.debug("connection of %s lost: %s", self._label, reason)
-        self._service.sessions.discard(self)
+        self._gone()
         if self.owner is not None:
             self._service.owners.detach(self.owner, self)
 
     # ---- inside ----
+
+    def _gone(self) -> None:
+        self._service.sessions.discard(self)
+        self._service.views.leave(self)
 
     def _greeted(self, request_id: int, body: Body) -> None:
         service = self._service
@@ -212,7 +225,7 @@ class Session:
                     "secret": owner.secret,
                     "is_resumed": is_resumed,
                     "lease_s": service.lease_s,
-                    "heartbeat_s": HEARTBEAT_S,
+                    "heartbeat_s": min(HEARTBEAT_S, service.lease_s / _BEATS),
                     "substrate": {"name": substrate.name, "isolation": substrate.isolation, "usual": usual_isolation(substrate)},
                     "boot": boot_id(),
                     "now_ns": service.engine.clock(),
@@ -249,12 +262,17 @@ class Session:
             case "renew":
                 self.say({"id": request_id, "ok": {}})
             case "cancel":
+                service.views.leave(self, request_id)
                 service.answers.cancel(owner, request_id)
             case "bye":
                 self.say({"id": request_id, "ok": {}})
                 service.owners.end(owner, "it said good-bye")
+            case "lease" if service.is_draining and isinstance(args, dict) and args.get("may_refuse") is True:
+                self._say_error(request_id, LeaseRefused("draining", "it is draining: there are no new leases"))
             case "lease" | "warm" if service.is_draining:
                 self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
+            case "watch":
+                self._watching(owner, request_id)
             case "ledgers":
                 self.say({"id": request_id, "ok": {"value": service.latest_ledgers(owner.gate.name or None)}})
             case _ if isinstance(args, dict):
@@ -264,6 +282,14 @@ class Session:
                 )  # fmt: skip
             case _:
                 self.refuse(request_id, ProtocolError("a request without arguments"))
+
+    def _watching(self, owner: Owner, request_id: int) -> None:
+        try:
+            owner.gate.check_watching()
+        except UntaxError as exc:
+            self._say_error(request_id, exc)
+        else:
+            self._service.views.watch(self, request_id)
 
     def _say_error(self, request_id: int, exc: UntaxError) -> None:
         self.say({"id": request_id, "error": error_data(exc)})

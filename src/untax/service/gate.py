@@ -62,6 +62,10 @@ class TenantGate:
     def shown(self, pools: PoolStatus) -> PoolStatus:
         return self._hosting.shown(pools)
 
+    def check_watching(self) -> None:
+        if not self._hosting.has_one_tenant:
+            raise UsageError("what others have built is nobody's business: a server with several tenants is watched over its Unix socket")
+
 
 def _told(exc: Refused) -> UntaxError:
     """As the client's own release knows it."""

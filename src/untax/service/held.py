@@ -261,6 +261,10 @@ class HeldConnection(asyncio.Protocol):
         self._put(HEAD.pack(MESSAGE, number) + encode(body, 1)[4:])
         self._carriers[number] = Carrier(sock, owner, number, self._put, box, resumed)
 
+    @property
+    def unsent(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def close(self) -> None:
         self._receiver = None
         self._end()

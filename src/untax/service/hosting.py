@@ -240,9 +240,13 @@ class Hosting:
         """What the engine keeps ready, and what of it is the tenant's."""
         return {**self.shown(self.engine.pools()).as_dict(), "use": self.use(tenant)}
 
+    @property
+    def has_one_tenant(self) -> bool:
+        return sum(1 for _ in self.tenants) <= 1
+
     def shown(self, pools: PoolStatus) -> PoolStatus:
         """What others asked for is nobody's business: recipes are told only where there is one tenant."""
-        if sum(1 for _ in self.tenants) <= 1:
+        if self.has_one_tenant:
             return pools
         return replace(pools, stages=tuple(replace(stage, label="", key="") for stage in pools.stages))
 

@@ -18,7 +18,15 @@ def all_errors(root=errors.UntaxError):
 def test_only_what_a_fresh_sandbox_may_cure_is_retryable():
     retryable = {kind.__name__ for kind in all_errors() if kind.retryable}
 
-    assert retryable == {"CreateError", "ReadinessTimeout", "SandboxLost", "BackendError", "PoolTimeout", "StageUnavailable"}
+    assert retryable == {
+        "CreateError",
+        "ReadinessTimeout",
+        "SandboxLost",
+        "BackendError",
+        "PoolTimeout",
+        "LeaseRefused",
+        "StageUnavailable",
+    }
 
 
 def test_every_error_is_drawn_in_the_tree():

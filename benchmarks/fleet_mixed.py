@@ -1,0 +1,229 @@
+"""Twenty specs on a real fleet of four Ray nodes: leases by state-distance beside leases on any node, and beside what the simulator predicts.
+
+Each node is an agent with a store of its own that holds half of the specs' dependencies and no pool. The same arrivals are played twice, each time on a
+fleet that begins with nothing: once every lease goes to a node that is drawn (what a load balancer does), once to the one that placement
+finds nearest. Popularity is by Zipf's law with exponent 1, arrivals are at random, and a set-up waits 0.4 s for somebody else and writes 8 MiB.
+
+The simulator plays the same arrivals through the same two policies, with what the steps cost in the *random* run: a stage as it was built there, a
+creation as the leases took that lacked nothing. So what it predicts for state-distance is not taken from the run that it is compared with.
+Time to ready is from asking until the box is there; the first leases of all count too.
+"""
+
+import argparse
+import asyncio
+import importlib
+import random
+import subprocess
+import tempfile
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+
+import untax
+from benchmarks import _measure
+from benchmarks._measure import Row
+from untax.cluster.fleet import Fleet
+from untax.core.ledger import Ledger
+from untax.core.stage import Stage
+from untax.leases import Bindings, checked
+from untax.pool.simulation import Description, Outcome, Trace, simulate
+from untax.pool.simulation.description import Nodes, Operations, Step, Steps
+
+NODES, REPOS, SPECS, FILES = 4, 4, 20, 50
+HOLD_S = 0.3
+RATE_PER_S = 3.0
+RATIO, WITHIN = 0.5, 0.2
+SETUP_MIB, STORE_MIB = 8, 100  # of a set-up's layer, and of each node's store: half of the twenty, and the repositories
+STEP = f"sleep 0.4; mkdir -p /opt/deps; head -c {SETUP_MIB}M /dev/urandom > /opt/deps/blob{{n}}"
+STARTS = untax.PoolOptions().first_starting
+
+Take = Callable[[untax.EnvSpec], Awaitable[untax.Box]]
+
+
+@dataclass
+class Played:
+    """How one policy did, and what it shows of the steps."""
+
+    ready_s: list[float] = field(default_factory=list)
+    created_s: list[float] = field(default_factory=list)
+    """Of leases for which nothing was built, and that waited for nobody."""
+    built_s: dict[str, list[float]] = field(default_factory=dict)
+    """By stage key."""
+    released_s: list[float] = field(default_factory=list)
+    wanted: dict[int, tuple[Stage, ...]] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+
+    def add(self, number: int, seconds: float, ledger: Ledger, node: str) -> None:
+        self.ready_s.append(seconds)
+        self.wanted[number] = ledger.wanted
+        self.nodes[node] = self.nodes.get(node, 0) + 1
+        if not ledger.stages and ledger.metrics()["queue_s"] < seconds / 2:  # otherwise it waited for what another had built
+            self.created_s.append(seconds)
+        for stage in ledger.wanted:
+            if stage.name in ledger.stages:
+                self.built_s.setdefault(stage.key, []).append(ledger.stages[stage.name])
+
+    @property
+    def mean_s(self) -> float:
+        return mean(self.ready_s)
+
+    def said(self) -> str:
+        builds = sum(map(len, self.built_s.values()))
+        spread = "/".join(str(count) for count in sorted(self.nodes.values(), reverse=True))
+        return (
+            f"mean {self.mean_s * 1e3:.0f} ms, {builds} stages built, {len(self.created_s)} leases lacked nothing; leases by node {spread}"
+        )
+
+
+def _repositories(place: Path) -> list[untax.Repo]:
+    repos = []
+    for number in range(REPOS):
+        tree = place / f"repo{number}"
+        tree.mkdir()
+        git = ["git", "-C", str(tree), "-c", "user.name=bench", "-c", "user.email=bench@localhost", "-c", "init.defaultBranch=main"]
+        subprocess.run([*git, "init", "--quiet"], check=True)
+        for i in range(FILES):
+            (tree / f"module{i}.py").write_text(f"x = {number * i}\n" * 20)
+        subprocess.run([*git, "add", "-A"], check=True)
+        subprocess.run([*git, "commit", "--quiet", "-m", "all"], check=True)
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+        repos.append(untax.Repo(str(tree), commit))
+    return repos
+
+
+def _arrivals(count: int, seed: int) -> list[tuple[float, int]]:
+    draws = random.Random(seed)
+    weights = [1 / (rank + 1) for rank in range(SPECS)]
+    at, found = 0.0, []
+    for _ in range(count):
+        at += draws.expovariate(RATE_PER_S)
+        found.append((at, draws.choices(range(SPECS), weights)[0]))
+    return found
+
+
+# ---- the real ones ----
+
+
+async def _play(arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], take: Take) -> Played:
+    played = Played()
+
+    async def rollout(number: int) -> None:
+        asked = time.perf_counter()
+        box = await take(specs[number])
+        played.add(number, time.perf_counter() - asked, box.ledger, box._engine.label)  # type: ignore[attr-defined]
+        (await box.run(["true"])).check()
+        await asyncio.sleep(HOLD_S)
+        given_up = time.perf_counter()
+        await box.release()
+        played.released_s.append(time.perf_counter() - given_up)
+
+    begin = time.perf_counter()
+    tasks = []
+    for at, number in arrivals:
+        await asyncio.sleep(max(0.0, begin + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(rollout(number)))
+    await asyncio.gather(*tasks)
+    return played
+
+
+def _anywhere(fleet: Fleet, seed: int) -> Take:
+    draws = random.Random(f"nodes {seed}")
+
+    async def take(spec: untax.EnvSpec) -> untax.Box:
+        node = draws.choice(sorted(fleet._nodes.values(), key=lambda one: one.label))
+        return await node.fulfil(checked(fleet.offer, spec, Bindings()))
+
+    return take
+
+
+async def _on_a_fleet(
+    address: str, place: Path, name: str, arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], seed: int
+) -> Played:
+    async with Fleet(
+        address, name=name, substrate="namespace", state_dir=place / name / "{node}", store_budget_mib=STORE_MIB, limits="warn"
+    ) as fleet:
+        if len(fleet._nodes) != NODES:
+            raise SystemExit(f"fleet_mixed: {len(fleet._nodes)} nodes of {NODES} came up: {fleet.refusals}")
+        for node in fleet._nodes.values():  # what no policy is to be measured by: the first sandbox of an engine
+            await (await node.acquire()).release()
+        return await _play(arrivals, specs, _anywhere(fleet, seed) if name == "random" else fleet.acquire)
+
+
+# ---- the simulated ones ----
+
+
+def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str, seed: int) -> Outcome:
+    """What is in place on every node, base and image, is no rung of it."""
+    numbers = sorted({number for _, number in arrivals})
+    specs = tuple(costs.wanted[number][2:] for number in numbers)
+    usual = {name: mean(_seconds_of(costs, name)) for name in ("repo", "deps")}
+    build_s = {stage.key: mean(costs.built_s.get(stage.key) or [usual[stage.name]]) for spec in specs for stage in spec}
+    description = Description(
+        Nodes(nodes=NODES, memory_mib=1 << 20, sandbox_mib=1024, store_mib=STORE_MIB, starts=STARTS),
+        Steps(Step(0.0, 0), Step(usual["repo"], 1), Step(usual["deps"], SETUP_MIB), spread=0.0),
+        Operations(create_s=mean(costs.created_s), bind_s=0.0005, reset_s=mean(costs.released_s)),
+        warmup=0.0,
+    )
+    trace = Trace(
+        specs,
+        build_s,
+        array("d", (at for at, _ in arrivals)),
+        array("l", (numbers.index(number) for _, number in arrivals)),
+        array("d", (HOLD_S for _ in arrivals)),
+    )
+    return simulate(description, trace, policy, seed)
+
+
+def _seconds_of(costs: Played, name: str) -> list[float]:
+    keys = {stage.key for stages in costs.wanted.values() for stage in stages if stage.name == name}
+    return [seconds for key in keys for seconds in costs.built_s.get(key, ())]
+
+
+async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
+    images, raycluster = importlib.import_module("tests.images"), importlib.import_module("tests.raycluster")
+    if reason := raycluster.unavailable_reason():
+        raise SystemExit(f"fleet_mixed: {reason}")
+    with tempfile.TemporaryDirectory(prefix="untax-bench-fleet-") as directory, raycluster.RayCluster(NODES) as cluster:
+        place = Path(directory)
+        repos = _repositories(place)
+        specs = [
+            untax.EnvSpec(images.small_image(substrate), repo=repos[number % REPOS], setup=(STEP.format(n=number),), user="root")
+            for number in range(SPECS)
+        ]
+        arrivals = _arrivals(arguments.count, arguments.seed)
+        anywhere = await _on_a_fleet(cluster.address, place, "random", arrivals, specs, arguments.seed)
+        nearest = await _on_a_fleet(cluster.address, place, "state-distance", arrivals, specs, arguments.seed)
+    predicted = {name: _predicted(arrivals, anywhere, name, arguments.seed) for name in ("random", "state-distance")}
+    ratio = nearest.mean_s / anywhere.mean_s
+    note = f"{arguments.count} rollouts, {RATE_PER_S:g}/s, seed {arguments.seed}"
+    rows = [
+        _measure.compare("time to ready, random node", substrate, anywhere.ready_s, note=anywhere.said()),
+        _measure.compare("time to ready, state-distance", substrate, nearest.ready_s, note=nearest.said()),
+        _measure.number("state-distance ÷ random, means", substrate, ratio, "×", budget=f"≤ {RATIO:g} ×", holds=ratio <= RATIO, note=note),
+    ]
+    for name, played in (("state-distance", nearest), ("random", anywhere)):
+        off = played.mean_s / predicted[name].mean_s
+        is_asked = name == "state-distance"
+        rows.append(
+            _measure.number(
+                f"{name}: measured ÷ simulated, means",
+                substrate,
+                off,
+                "×",
+                budget=f"{1 - WITHIN:g} to {1 + WITHIN:g} ×" if is_asked else "",
+                holds=abs(off - 1) <= WITHIN if is_asked else None,
+                note=f"simulated mean {predicted[name].mean_s * 1e3:.0f} ms, {predicted[name].builds} builds",
+            )
+        )
+    return rows
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=5, help="of the arrivals (default: %(default)s)")
+
+
+if __name__ == "__main__":
+    raise SystemExit(_measure.main("fleet_mixed", __doc__, measure, count=150, only=("namespace",), options=_options))

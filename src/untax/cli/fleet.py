@@ -1,0 +1,154 @@
+"""One engine on each node of a Ray cluster, used as one: bring it up, look at it, drain a node, take it down.
+
+A fleet that `up` made stays until `down`, whoever uses it (docs/fleet.md). Programs join it with untax.Fleet().
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from untax import substrates
+from untax.cli._fleet_table import fleet_lines
+from untax.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from untax.cluster.operate import FleetStatus
+
+_LOOK_S = 1.0  # how often a live table asks the nodes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    def action(name: str, act: Callable[[argparse.Namespace], Coroutine[Any, Any, int]], summary: str) -> argparse.ArgumentParser:
+        made = actions.add_parser(name, help=summary, description=summary)
+        # Not to hide what was said before the action.
+        made.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document on standard output")
+        made.add_argument("-v", "--verbose", action="store_true", default=argparse.SUPPRESS, help="log what happens on standard error")
+        made.add_argument(
+            "--address", default="auto", metavar="HOST:PORT", help="of the Ray cluster's head (default: this machine's cluster)"
+        )
+        made.add_argument("--name", default="untax", help="of the fleet (default: %(default)s)")
+        made.set_defaults(act=act)
+        return made
+
+    up = action("up", _up, "start an engine on every node, now and whenever one joins; it stays until `down`")
+    up.add_argument(
+        "--substrate",
+        default="namespace",
+        choices=("auto", *substrates.names()),
+        metavar="NAME",
+        help="of every node (default: %(default)s)",
+    )
+    up.add_argument(
+        "--state-dir", metavar="DIR", help="on each node; {node} in it stands for the node's id (default: where engines keep it)"
+    )
+    up.add_argument("--limits", choices=("strict", "warn"), default="strict", help="when a node cannot enforce one (default: %(default)s)")
+    up.add_argument("--store-budget-mib", type=int, metavar="N", help="for the layers of each node")
+    status = action("status", _status, "show every node: leases, what is idle at which stage, what is starting, who is draining or out")
+    status.add_argument(
+        "-w", "--watch", action="store_true", help="go on showing it until interrupted; with --json, a line for each change"
+    )
+    drain = action("drain", _drain, "give no new leases on a node, and end its agent once the last one is over")
+    drain.add_argument("node", metavar="NODE", help="its name, address, or the beginning of its id")
+    drain.add_argument("--no-wait", action="store_true", help="return at once, not when the last lease is over")
+    action("down", _down, "end every agent and everything it holds")
+    given = action("access", _access, "write what Prometheus needs to scrape the fleet: token, certificate, configuration")
+    given.add_argument("directory", metavar="DIR", help="made if it is missing; its files are for its owner only")
+
+
+def carry_out(arguments: argparse.Namespace) -> int:
+    from untax.cluster.access import require_ray
+
+    require_ray()
+    arguments.out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what happens to its nodes
+        code: int = asyncio.run(arguments.act(arguments))
+    return code
+
+
+async def _up(arguments: argparse.Namespace) -> int:
+    from untax.cluster import operate
+    from untax.cluster.agent import Plan
+
+    options: dict[str, Any] = {"limits": arguments.limits}
+    if arguments.store_budget_mib is not None:
+        options["store_budget_mib"] = arguments.store_budget_mib
+    plan = Plan(arguments.name, arguments.substrate, arguments.state_dir, options)
+    if not arguments.json:
+        print(f"untax: bringing the fleet {arguments.name!r} up", file=sys.stderr)
+    async with operate.up(arguments.address, plan) as (operated, is_new):
+        if not is_new:
+            there = await operated.plan()
+            if (there.substrate, there.state_dir, dict(there.options)) != (plan.substrate, plan.state_dir, options):
+                raise UsageError(
+                    f"the fleet {plan.name!r} is up already, with {there.substrate}, state_dir={there.state_dir!r} and {dict(there.options)}: "
+                    "take it down first, or give this one another --name"
+                )
+        status = await operated.status()
+    _show(status, arguments, is_new=is_new)
+    return 0
+
+
+async def _status(arguments: argparse.Namespace) -> int:
+    from untax.cluster import operate
+
+    shown: FleetStatus | None = None
+    async with operate.operating(arguments.address, arguments.name) as operated:
+        while True:
+            found = await operated.status()
+            if found != shown:
+                _show(found, arguments)
+                shown = found
+            if not arguments.watch:
+                return 0
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _drain(arguments: argparse.Namespace) -> int:
+    from untax.cluster import operate
+
+    async with operate.operating(arguments.address, arguments.name) as operated:
+        if not arguments.no_wait and not arguments.json:
+            print(f"untax: waiting for the leases of {arguments.node}; Ctrl-C leaves it draining", file=sys.stderr)
+        await operated.drain(arguments.node, wait=not arguments.no_wait)
+    said = {"fleet": arguments.name, "node": arguments.node, "drained": not arguments.no_wait}
+    _say(arguments, said, f"{arguments.node} is {'draining' if arguments.no_wait else 'drained'}")
+    return 0
+
+
+async def _down(arguments: argparse.Namespace) -> int:
+    from untax.cluster import operate
+
+    async with operate.operating(arguments.address, arguments.name) as operated:
+        nodes = [one.name for one in (await operated.roll()).members]
+        await operated.down()
+    _say(arguments, {"fleet": arguments.name, "nodes": nodes}, f"the fleet {arguments.name!r} is down, {len(nodes)} agents ended")
+    return 0
+
+
+async def _access(arguments: argparse.Namespace) -> int:
+    from untax.cluster import operate
+
+    async with operate.operating(arguments.address, arguments.name) as operated:
+        written = [str(path) for path in operated.write_access(Path(arguments.directory), (await operated.roll()).members)]
+    _say(arguments, {"fleet": arguments.name, "written": written}, "\n".join(written))
+    return 0
+
+
+def _show(status: FleetStatus, arguments: argparse.Namespace, *, is_new: bool | None = None) -> None:
+    title = f"fleet {status.fleet} on {status.ray_address} (untax {status.release}, {status.substrate or 'no substrate'})"
+    clear = "\x1b[H\x1b[J" if getattr(arguments, "watch", False) and arguments.out.isatty() else ""
+    document = status.as_dict() if is_new is None else {**status.as_dict(), "is_new": is_new}
+    _say(arguments, document, clear + "\n".join(fleet_lines(title, status.nodes)))
+
+
+def _say(arguments: argparse.Namespace, document: dict[str, Any], text: str) -> None:
+    print(json.dumps(document) if arguments.json else text, file=arguments.out, flush=True)

@@ -1,0 +1,161 @@
+"""What an operator does to a fleet: bring it up to stay, look at it, drain a node, take it down. For the command line and for programs that do the same."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from untax.cluster import access, terms
+from untax.cluster.agent import Plan
+from untax.cluster.fleet import take_down
+from untax.cluster.terms import Member, Refusal, Roll, Ticket
+from untax.cluster.trust import pinned
+from untax.core.errors import BackendError, UntaxError, UsageError
+from untax.service.fleet import NodeStatus, Peer, Peers
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """All nodes at one moment, those that are refused among them."""
+
+    fleet: str
+    ray_address: str
+    release: str
+    substrate: str
+    nodes: tuple[NodeStatus, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "fleet": self.fleet,
+            "ray_address": self.ray_address,
+            "release": self.release,
+            "substrate": self.substrate,
+            "nodes": [one.as_dict() for one in self.nodes],
+        }
+
+
+class Operated:
+    """One fleet that is up. Made by `operating` and `up`."""
+
+    def __init__(self, keeper: Any, ticket: Ticket) -> None:
+        self._keeper = keeper
+        self.ticket = ticket
+        self._peers = Peers(ticket.token, pinned(ticket.authority))
+
+    async def roll(self) -> Roll:
+        return Roll.from_json(await asked(self.ticket.name, self._keeper.members.remote(-1)))
+
+    async def plan(self) -> Plan:
+        """How its engines were made."""
+        plan: Plan = await asked(self.ticket.name, self._keeper.plan.remote())
+        return plan
+
+    async def status(self) -> FleetStatus:
+        """How every node is doing, asked of each. One that does not say is in it with the reason."""
+        ticket, roll = self.ticket, await self.roll()
+        self._peers.meet(peers_of(roll.members))
+        nodes = [*await self._peers.statuses(), *map(_refused, roll.refusals)]
+        substrate = next((one.substrate for one in roll.members), "")
+        return FleetStatus(ticket.name, ticket.ray_address, ticket.version, substrate, tuple(nodes))
+
+    async def drain(self, node: str, *, wait: bool = True) -> None:
+        """No new leases there; returns once the last is over and its agent has ended. `UsageError` for a node that is not in the fleet."""
+        if trouble := await asked(self.ticket.name, self._keeper.drain.remote(node, wait=wait)):
+            raise UsageError(str(trouble))
+
+    async def down(self) -> None:
+        await take_down(self._keeper)
+
+    def write_access(self, directory: Path, members: tuple[Member, ...]) -> list[Path]:
+        """What Prometheus and browsers need, readable by nobody else: the token, the authority's certificate, and a scrape configuration."""
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        targets = ", ".join(f'"{one.url.removeprefix("https://")}"' for one in members[:1])
+        scrape = _SCRAPE.format(targets=targets, directory=directory.absolute())
+        files = {"token": self.ticket.token, "ca.pem": self.ticket.authority, "prometheus.yml": scrape}
+        return [_private(directory / name, text) for name, text in files.items()]
+
+
+_SCRAPE = """scrape_configs:
+  - job_name: untax
+    scheme: https
+    metrics_path: /fleet/metrics  # any node answers for all of them
+    authorization: {{credentials_file: {directory}/token}}
+    tls_config: {{ca_file: {directory}/ca.pem}}
+    static_configs: [{{targets: [{targets}]}}]
+"""
+
+
+@asynccontextmanager
+async def operating(address: str, name: str) -> AsyncIterator[Operated]:
+    """The fleet that is up; `UsageError` where there is none of this name."""
+    async with _connected(address):
+        keeper = await asyncio.to_thread(access.find_keeper, terms.checked_name(name))
+        if keeper is None:
+            raise UsageError(f"no fleet {name!r} is up on this Ray cluster: untax fleet up, or give its --name")
+        yield Operated(keeper, Ticket.from_json(await asked(name, keeper.ticket.remote())))
+
+
+@asynccontextmanager
+async def up(address: str, plan: Plan) -> AsyncIterator[tuple[Operated, bool]]:
+    """The fleet, which stays up, and whether it was up before. One that has no node in it, or whose start was interrupted, is taken down again."""
+    terms.checked_name(plan.name)
+    async with _connected(address) as there:
+        keeper, is_new = await asyncio.to_thread(lambda: access.start_keeper(plan, there, is_lasting=True))
+        try:
+            ticket = Ticket.from_json(await asked(plan.name, keeper.ticket.remote()))
+            operated = Operated(keeper, ticket)
+            roll = await operated.roll()
+            if not roll.members:
+                raise terms.nobody(plan.name, roll.refusals)
+        except BaseException:
+            if is_new:
+                await asyncio.shield(take_down(keeper))
+            raise
+        yield operated, is_new
+
+
+@asynccontextmanager
+async def _connected(address: str) -> AsyncIterator[str]:
+    there = await asyncio.to_thread(access.connect, address)
+    try:
+        yield there
+    finally:
+        await asyncio.to_thread(access.disconnect)
+
+
+async def asked(name: str, call: Awaitable[T]) -> T:
+    """What a call to the keeper gives; its death is the fleet's end."""
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    try:
+        return await call
+    except RayActorError as exc:
+        raise terms.down(name) from exc
+    except RayTaskError as exc:
+        if isinstance(exc.cause, UntaxError):
+            raise exc.cause from exc
+        raise BackendError("", f"the fleet {name!r} could not be asked: {exc.cause!r}") from exc
+    except RayError as exc:
+        raise BackendError("", f"the fleet {name!r} could not be asked: {str(exc).strip().splitlines()[0]}") from exc
+
+
+def peers_of(members: tuple[Member, ...]) -> list[Peer]:
+    return [Peer(one.node_id, one.name, one.url, one.is_draining) for one in members]
+
+
+def _refused(one: Refusal) -> NodeStatus:
+    return NodeStatus(one.node_id, one.name, trouble=one.reason)
+
+
+def _private(path: Path, text: str) -> Path:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(text)
+    return path

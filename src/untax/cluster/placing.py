@@ -1,0 +1,255 @@
+"""How a lease finds its node: rank what is known, ask the best, and the next when that one refuses. Nobody else is asked on the way.
+
+The nodes come and go with `follow` and `leave`; each that is followed says what changes there (`RemoteEngine.watch`). One that does not answer
+is not asked for leases until it does again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from untax.cluster.view import Views
+from untax.core.errors import (
+    BackendError,
+    CreateError,
+    LeaseRefused,
+    PoolClosed,
+    PoolTimeout,
+    StageFailed,
+    StageUnavailable,
+    SubstrateError,
+    SubstrateUnavailable,
+    UntaxError,
+    UsageError,
+)
+from untax.core.ledger import Placed
+from untax.core.spec import EnvSpec
+from untax.leases import Request
+from untax.pool.nodes import Ranked
+from untax.remote.box import RemoteBox
+from untax.remote.engine import RemoteEngine
+
+log = logging.getLogger("untax.fleet")
+
+_MOST_FULL = 3  # nodes that are said to be full and are asked all the same, before one of them is waited for
+_LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slower is placed without
+_LEAST_WAIT_S = 0.001
+_FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
+_ELSEWHERE = (
+    BackendError,
+    CreateError,
+    LeaseRefused,
+    PoolClosed,
+    StageUnavailable,
+    SubstrateError,
+    SubstrateUnavailable,
+)  # what another node may do better
+
+
+@dataclass(slots=True)
+class _Followed:
+    engine: RemoteEngine
+    watching: asyncio.Task[None]
+
+
+class Placing:
+    """Leases over several nodes. Belongs to one event loop; the engines stay their makers' to close."""
+
+    def __init__(self, *, here: str | None = None, on_lost: Callable[[str, UntaxError], object] | None = None) -> None:
+        self.views = Views(here=here, salt=secrets.token_hex(4))
+        self._on_lost = on_lost
+        self._nodes: dict[str, _Followed] = {}
+        self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
+
+    # ---- who is there ----
+
+    def follow(self, node: str, engine: RemoteEngine) -> None:
+        """A node whose engine is connected takes leases from now on; an earlier one of the same name is left."""
+        self.leave(node)
+        self.views.joined(node, isolation=engine.substrate.isolation, link_s=engine.link_s)
+        self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
+
+    def leave(self, node: str, engine: RemoteEngine | None = None) -> None:
+        """It takes no more, if it is still that engine's; what was leased of it lives on."""
+        followed = self._nodes.get(node)
+        if followed is not None and engine in (None, followed.engine):
+            del self._nodes[node]
+            followed.watching.cancel()
+            self.views.left(node)
+
+    def engine(self, node: str) -> RemoteEngine:
+        return self._nodes[node].engine
+
+    async def aclose(self) -> None:
+        tasks = [*(one.watching for one in self._nodes.values()), *(task for task, _ in self._learning.values())]
+        for node in list(self._nodes):
+            self.leave(node)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _watch(self, node: str, engine: RemoteEngine) -> None:
+        """As long as it is followed: a node that was out of reach may answer again."""
+        delay_s = _FIRST_RETRY_S
+
+        def told(part: Mapping[str, Any]) -> None:
+            nonlocal delay_s
+            delay_s = _FIRST_RETRY_S
+            self.views.told(node, part)
+
+        while True:
+            try:
+                await engine.watch(told)
+            except UntaxError as exc:
+                log.info("node %s: %s", node, exc)
+                self.views.lost(node, str(exc))
+                if self._on_lost is not None:
+                    self._on_lost(node, exc)
+                if not isinstance(exc, BackendError):
+                    return  # closed, or not one for us
+            await asyncio.sleep(delay_s)  # nothing tells when somebody begins to listen there
+            delay_s = min(2 * delay_s, _LAST_RETRY_S)
+
+    # ---- leases ----
+
+    async def fulfil(self, request: Request) -> RemoteBox:
+        """A box for a checked request that begins with its spec's own stages, on the node that is closest to it.
+
+        `PoolTimeout` when none was free in time; `SubstrateUnavailable` or `UsageError` when none could be, with what each lacks; what the last node
+        failed with when none did better.
+        """
+        began_s = time.monotonic()
+        spec = request.spec
+        tried: dict[str, UntaxError] = {}
+        full = 0
+        while full < _MOST_FULL:
+            best = next((one for one in await self.ranked(spec) if one.node not in tried), None)
+            if best is None:
+                break
+            full += best.is_full
+            try:
+                return await self._ask(best, _in_time(request, began_s), tried, may_refuse=True)
+            except UntaxError as exc:
+                if not is_better_elsewhere(exc):
+                    raise
+                log.debug("node %s gave no lease: %s", best.node, exc)
+                tried[best.node] = exc
+        return await self._wait(request, began_s, tried)
+
+    async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
+        """Nobody has room, and all who might have said so: the lease waits where the line is shortest."""
+        waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
+        best = next((one for one in await self.ranked(request.spec) if one.is_full or one.node in waitable), None)
+        if best is not None:
+            return await self._ask(best, _in_time(request, began_s), tried, may_refuse=False)
+        failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
+        if failures:
+            raise named(*failures[-1])
+        raise self._nowhere(request.spec, tried)
+
+    async def _ask(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> RemoteBox:
+        engine = self._nodes[ranked.node].engine
+        claim = self.views.claim(ranked)
+        try:
+            box = await engine.fulfil(request, may_refuse=may_refuse)
+        except BaseException as exc:
+            self.views.failed(claim, exc if isinstance(exc, UntaxError) and is_better_elsewhere(exc) else None)
+            raise
+        self.views.came(claim)
+        if box.ledger.wanted:
+            self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
+        box.ledger.placed = Placed(ranked.node, ranked.why, tuple((node, str(exc)) for node, exc in tried.items()))
+        return box
+
+    async def ranked(self, spec: EnvSpec) -> list[Ranked]:
+        """Where a lease of `spec` could go now, best first."""
+        if self.views.ladder(spec) is None or self.views.unasked(spec):
+            await self._learn(spec)
+        for node, followed in self._nodes.items():
+            self.views.linked(node, followed.engine.link_s)
+        return self.views.rank(spec) if self.views.ladder(spec) is not None else []
+
+    def _nowhere(self, spec: EnvSpec, tried: Mapping[str, UntaxError]) -> UntaxError:
+        reasons = {node: str(exc) for node, exc in tried.items()} | self.views.left_out(spec)
+        said = "; ".join(f"node {node}: {reason}" for node, reason in sorted(reasons.items())) or "no node is in it"
+        views = [view for node in self.views.nodes if (view := self.views.view(node)) is not None]
+        if views and all(spec.limits.memory_mib > view.most_mib for view in views):
+            return UsageError(f"no node of the fleet is large enough for this lease: {said}; lower its limits, or add a larger node")
+        return SubstrateUnavailable("", f"no node of the fleet takes this lease: {said}; `untax fleet status` shows them all")
+
+    # ---- by which keys a spec is known ----
+
+    async def _learn(self, spec: EnvSpec) -> None:
+        """Ask one node, and the others too where the keys are each node's own. Once for all who want to know."""
+        if self.views.ladder(spec) is None and (first := self._nearest()) is not None:
+            await self._ladders_of(spec, [first])
+        if rest := self.views.unasked(spec):
+            await self._ladders_of(spec, rest)
+
+    def _nearest(self) -> str | None:
+        here = self.views.here
+        if here in self._nodes:
+            return here
+        return min(self._nodes, key=lambda node: self._nodes[node].engine.link_s, default=None)
+
+    async def _ladders_of(self, spec: EnvSpec, nodes: Sequence[str]) -> None:
+        learning = [self._learning_of(spec, node) for node in nodes]
+        tasks = [task for task, _ in learning]
+        patience_s = max(since_s for _, since_s in learning) + _LADDER_S - time.monotonic()
+        if self.views.ladder(spec) is None:
+            await asyncio.wait(tasks)
+        elif patience_s > 0:
+            await asyncio.wait(tasks, timeout=patience_s)
+        for task in tasks:
+            # Nobody else tells what is wrong with the spec itself; a node that is gone is another matter.
+            if task.done() and not task.cancelled() and isinstance(exc := task.exception(), UntaxError) and not isinstance(exc, _ELSEWHERE):
+                raise exc
+
+    def _learning_of(self, spec: EnvSpec, node: str) -> tuple[asyncio.Task[None], float]:
+        learning = self._learning.get((node, spec))
+        if learning is None:
+            task = asyncio.get_running_loop().create_task(self._ladder_of(spec, node))
+            learning = self._learning[node, spec] = task, time.monotonic()
+            task.add_done_callback(lambda _: self._learning.pop((node, spec), None))
+        return learning
+
+    async def _ladder_of(self, spec: EnvSpec, node: str) -> None:
+        followed = self._nodes.get(node)
+        if followed is None:
+            return
+        with contextlib.suppress(BackendError, PoolClosed):
+            stages, present = await followed.engine.ladder(spec)
+            self.views.learnt(spec, node, stages)
+            self.views.told(node, {"stored": [key.partition("~")[0] for key in present]})
+
+
+def _in_time(request: Request, began_s: float) -> Request:
+    if request.wait_s is None:
+        return request
+    left_s = request.wait_s - (time.monotonic() - began_s)
+    if left_s <= 0:
+        raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}: every node was asked; allow more time, or add nodes")
+    return replace(request, wait_s=max(_LEAST_WAIT_S, left_s))
+
+
+def is_better_elsewhere(exc: UntaxError) -> bool:
+    """Whether another node may do better. A set-up command that found no room may have filled the node's disk, and not its own share."""
+    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and "disk_full" in exc.message)
+
+
+def named(node: str, exc: UntaxError) -> UntaxError:
+    """The same, with the node in its words."""
+    where = f"node {node}: "
+    if isinstance(exc, (StageFailed, StageUnavailable)):
+        return type(exc)(exc.stage, where + exc.message, exc.log)
+    if isinstance(exc, SubstrateError):
+        return type(exc)(exc.sandbox_id, where + exc.message)
+    return type(exc)(where + str(exc))

@@ -1,0 +1,268 @@
+"""What one client knows of each node of its fleet: the latest that the node said, corrected by what came of the client's own leases.
+
+A lease that was just asked for is not in the view that came before it. Until the next one that must have it in, it is a *claim*: its sandbox is
+taken for gone, its start for under way. So many who ask at once in one process do not all count on one idle sandbox.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from untax.core.errors import LeaseRefused, ProtocolError
+from untax.core.spec import EnvSpec, Limits
+from untax.core.stage import Stage
+from untax.grounds import Recipe, recipe_of
+from untax.pool.costs import Costs
+from untax.pool.nodes import NodeView, Ranked, rank, unfit
+
+# A view that came this long after a lease was asked for, and twice the way there, has it in: the node hands out in its next turn.
+_SETTLED_S = 0.005
+_CLAIM_S = 1.0  # for a lease that began and ended between two views, of which nothing was seen
+# How long a node is left alone that refused: doubled each time, until a lease of it succeeds.
+_AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
+_USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to be usual
+_MOST_LADDERS = 4096
+
+_NUMBERS = ("most_starting", "waiting", "cpus", "busy", "filled")
+_BOUNDS = ("free_sandboxes", "free_mib", "most_mib")
+_Asked = tuple[Recipe, Limits, str | None, str | None]
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """A lease that was asked for at a node."""
+
+    node: str
+    key: str | None
+    """Of what was idle; None for what is to be created."""
+    is_exact: bool
+    building: tuple[str, ...]
+    asked_s: float
+
+
+class _Node:
+    """As it was told, and as it is taken to be."""
+
+    def __init__(self, view: NodeView) -> None:
+        self.view = view
+        self.idle: dict[str, int] = {}
+        self.building: dict[str, float] = {}
+        self.starting = self.leased = 0
+        self.claims: list[Claim] = []
+        self.refusals = 0
+        self.avoided_until_s = -math.inf
+        self.is_told = False
+
+    def take(self, part: Mapping[str, Any], now_s: float) -> None:
+        view = self.view
+        if part.get("whole"):
+            self.idle, view.stored = {}, set()
+        for key, count in part.get("idle", {}).items():
+            if count:
+                self.idle[str(key)] = int(count)
+            else:
+                self.idle.pop(key, None)
+        view.stored.update(map(str, part.get("stored", ())))
+        view.stored.difference_update(part.get("evicted", ()))
+        if "building" in part:
+            self.building = {str(key): now_s - float(age_s) for key, age_s in part["building"].items()}
+        for name in _NUMBERS:
+            if name in part:
+                setattr(view, name, type(getattr(view, name))(part[name]))
+        for name in _BOUNDS:
+            if name in part:
+                setattr(view, name, math.inf if part[name] is None else float(part[name]))
+        if "isolation" in part:
+            view.isolation = str(part["isolation"])
+        if "is_draining" in part:
+            view.is_draining = part["is_draining"] is True
+        self.starting, self.leased = int(part.get("starting", self.starting)), int(part.get("leased", self.leased))
+        if "free_sandboxes" in part or "free_mib" in part:
+            self.avoided_until_s = -math.inf  # what it refused for is another now
+        self.is_told = True
+
+    def settle(self, before_s: float) -> None:
+        self.claims = [claim for claim in self.claims if claim.asked_s > before_s]
+
+    def correct(self) -> None:
+        """What is told, less what is claimed."""
+        view, claims = self.view, self.claims
+        view.idle = dict(self.idle) if claims else self.idle
+        view.building = dict(self.building) if claims else self.building
+        view.starting = self.starting
+        view.leased = self.leased + len(claims)
+        for claim in claims:
+            if claim.key is not None:
+                view.idle[claim.key] = view.idle.get(claim.key, 0) - 1
+            if not claim.is_exact:
+                view.starting += 1
+                for key in claim.building:
+                    view.building.setdefault(key, claim.asked_s)
+
+
+class Views:
+    """Of all nodes. `here` is the caller's own, if it is one of them. Belongs to one event loop."""
+
+    def __init__(self, *, here: str | None = None, salt: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self.here = here
+        self._salt = salt
+        self._clock = clock
+        self._nodes: dict[str, _Node] = {}
+        self._usual = Costs()
+        self._ladders: OrderedDict[_Asked, dict[str, tuple[Stage, ...]]] = OrderedDict()
+
+    # ---- who is there ----
+
+    def joined(self, node: str, *, isolation: str, link_s: float = 0.0) -> None:
+        """It can be leased from; until it has said more, it is taken to have nothing."""
+        if node not in self._nodes:
+            self._nodes[node] = _Node(NodeView(node, isolation))
+        self._nodes[node].view.link_s = link_s
+
+    def linked(self, node: str, link_s: float) -> None:
+        """So long the way there and back takes now."""
+        one = self._nodes.get(node)
+        if one is not None:
+            one.view.link_s = link_s
+
+    def left(self, node: str) -> None:
+        self._nodes.pop(node, None)
+        for known in self._ladders.values():
+            known.pop(node, None)
+
+    def lost(self, node: str, why: str) -> None:
+        """It does not answer; not asked until it says something of itself again."""
+        if node in self._nodes:
+            self._nodes[node].view.trouble = f"it does not answer: {why}"
+
+    def drained(self, node: str) -> None:
+        """It takes no new leases."""
+        if node in self._nodes:
+            self._nodes[node].view.is_draining = True
+
+    def told(self, node: str, part: Mapping[str, Any]) -> None:
+        """What a node said of itself: all, or what has changed. `ProtocolError` for what is no view."""
+        one = self._nodes.get(node)
+        if one is None:
+            return
+        now_s = self._clock()
+        try:
+            one.take(part, now_s)
+            costs = part.get("costs") or {}
+            by_name, by_key = costs.get("by_name", {}), costs.get("by_key", {})
+            one.view.costs.hear(by_name, by_key)
+            self._usual.hear(by_name, by_key, weight=_USUAL_WEIGHT)
+        except (AttributeError, TypeError, ValueError) as exc:
+            raise ProtocolError(f"a view of node {node} that is none: {exc!r}") from exc
+        one.view.trouble = ""
+        one.settle(now_s - _SETTLED_S - 2 * one.view.link_s)
+        one.correct()
+
+    def view(self, node: str) -> NodeView | None:
+        """As it is taken to be now."""
+        one = self._nodes.get(node)
+        return one.view if one is not None else None
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        return tuple(self._nodes)
+
+    # ---- which stages ----
+
+    def ladder(self, spec: EnvSpec) -> Sequence[Stage] | None:
+        """The rungs of a spec, as any node knows them; None when nobody was asked yet."""
+        known = self._ladders.get(_asked(spec))
+        return next(iter(known.values()), None) if known else None
+
+    def unasked(self, spec: EnvSpec) -> list[str]:
+        """The nodes that know its rungs by keys of their own, and were not asked for them."""
+        known = self._ladders.get(_asked(spec), {})
+        if any(all(stage.is_portable for stage in stages) for stages in known.values()):
+            return []
+        return [node for node, one in self._nodes.items() if node not in known and not one.view.is_draining and not one.view.trouble]
+
+    def learnt(self, spec: EnvSpec, node: str, stages: tuple[Stage, ...]) -> None:
+        """Which stages `node` puts in place for a spec: it was asked, or a lease has shown."""
+        if node not in self._nodes:
+            return
+        key = _asked(spec)
+        known = self._ladders.get(key)
+        if known is None:
+            known = self._ladders[key] = {}
+            if len(self._ladders) > _MOST_LADDERS:
+                self._ladders.popitem(last=False)
+        if known.get(node) != stages:
+            if any(one[-1].is_portable for one in known.values()) and stages[-1].is_portable:
+                known.clear()  # the image's name stands for something else now, everywhere
+            known[node] = stages
+
+    # ---- where to ----
+
+    def rank(self, spec: EnvSpec) -> list[Ranked]:
+        """Where a lease of this spec could go, best first. The rungs must have been learnt."""
+        now_s = self._clock()
+        for one in self._nodes.values():
+            if one.claims and one.claims[0].asked_s <= now_s - _CLAIM_S:
+                one.settle(now_s - _CLAIM_S)
+                one.correct()
+            one.view.avoided_s = max(0.0, one.avoided_until_s - now_s)
+        wanted = self.ladder(spec)
+        assert wanted is not None
+        return rank(
+            wanted,
+            [one.view for one in self._nodes.values()],
+            here=self.here,
+            isolation=spec.isolation,
+            memory_mib=spec.limits.memory_mib,
+            now_s=now_s,
+            usual=self._usual,
+            chains=self._ladders[_asked(spec)],
+            salt=self._salt,
+        )
+
+    def left_out(self, spec: EnvSpec) -> dict[str, str]:
+        """The nodes that cannot take it, and why."""
+        reasons = {node: unfit(one.view, isolation=spec.isolation, memory_mib=spec.limits.memory_mib) for node, one in self._nodes.items()}
+        return {node: reason for node, reason in reasons.items() if reason is not None}
+
+    # ---- what came of it ----
+
+    def claim(self, ranked: Ranked) -> Claim:
+        """A lease is about to be asked for there."""
+        choice = ranked.choice
+        key = choice.start.key if choice.entry is not None and choice.start is not None else None
+        claim = Claim(ranked.node, key, choice.kind == "exact", tuple(stage.key for stage in choice.missing), self._clock())
+        one = self._nodes[ranked.node]
+        one.claims.append(claim)
+        one.correct()
+        return claim
+
+    def came(self, claim: Claim) -> None:
+        """It is there. The claim stays until a view has it in."""
+        one = self._nodes.get(claim.node)
+        if one is not None:
+            one.refusals, one.avoided_until_s = 0, -math.inf
+
+    def failed(self, claim: Claim, why: Exception | None = None) -> None:
+        """It came to nothing. A node that refused, or did not answer, is left alone for a while."""
+        one = self._nodes.get(claim.node)
+        if one is None:
+            return
+        if claim in one.claims:
+            one.claims.remove(claim)
+            one.correct()
+        if isinstance(why, LeaseRefused) and why.reason == "draining":
+            one.view.is_draining = True
+        if why is not None:
+            one.avoided_until_s = self._clock() + min(_MOST_AVOIDED_S, _AVOIDED_S * 2**one.refusals)
+            one.refusals = min(one.refusals + 1, 16)
+
+
+def _asked(spec: EnvSpec) -> _Asked:
+    """All that decides on the keys of its stages, on whatever substrate."""
+    return (recipe_of(spec), spec.limits, spec.user, spec.workdir)

@@ -1,0 +1,199 @@
+"""`untax fleet` on a real Ray cluster, and what a fleet leaves on its nodes when it goes, whichever way it goes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from tests import raycluster
+
+import untax
+from untax.cli import main
+
+if reason := raycluster.unavailable_reason():
+    pytest.skip(reason, allow_module_level=True)
+
+_OURS = ("ray::Keeper", "ray::NodeActor", "cell", "memfd:cell")
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_nodes):
+    return ray_nodes
+
+
+@pytest.fixture
+def told(cluster, capsys):
+    """A command line of `untax fleet`, and the document that it prints."""
+
+    def tell(*words, code=0):
+        assert main(["fleet", *words, "--json", "--address", cluster.address]) == code
+        return json.loads(capsys.readouterr().out)
+
+    yield tell
+    with contextlib.suppress(AssertionError):
+        tell("down")
+
+
+def _left(cluster, state: Path) -> list[str]:
+    """Processes of a fleet's on any node, mounts below its state, and control groups of its agents."""
+    pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
+    found = [f"{pid} {_comm(pid)}" for pid in pids if _comm(pid).startswith(_OURS)]
+    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line]
+    return found + [str(path) for path in state.glob("*/fleet-*")]
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _wait_nothing_left(cluster, state: Path, groups: list[str]) -> None:
+    end = time.monotonic() + 30
+    while left := _left(cluster, state) + [one for one in groups if _has_group(one)]:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+
+
+def _groups(cluster) -> list[str]:
+    """The marks of the agents' control groups, which have the agent's process id in their names."""
+    pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
+    return [f"untax-engine-{pid}-" for pid in pids if _comm(pid).startswith("ray::NodeActor")]
+
+
+def _has_group(mark: str) -> bool:
+    return any(mark in name for base in ("/sys/fs/cgroup", *Path("/sys/fs/cgroup").glob("*")) for name in _listed(base))
+
+
+def _listed(path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _join(cluster, work: str, **popen) -> subprocess.Popen:
+    """A program of its own that joins the fleet."""
+    program = f"import asyncio, sys, untax\nasync def main():\n  async with untax.Fleet({cluster.address!r}) as fleet:\n    {work}\nasyncio.run(main())"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, **popen)
+
+
+_HOLD = "box = await fleet.acquire(); print(box._engine.member.name, flush=True); sys.stdin.readline(); await box.release(); print(box.ledger.verdict)"
+
+_ACT = """box = await fleet.acquire(); print("held", flush=True); sys.stdin.readline()
+    try: await box.run(["true"])
+    except untax.SandboxLost as exc: print(type(exc).__name__, box.ledger.verdict)"""
+
+
+def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, tmp_path):
+    state = str(tmp_path / "{node}")
+    assert "untax fleet up" in told("status", code=2)["message"]
+    up = told("up", "--state-dir", state, "--limits", "warn")
+    assert up["is_new"] and {one["node_id"] for one in up["nodes"]} == set(cluster.ids())
+    assert {one["state"] for one in up["nodes"]} == {"in"} and up["substrate"] == "namespace"
+
+    again = told("up", "--state-dir", state, "--limits", "warn")
+    assert not again["is_new"]
+    assert "take it down first" in told("up", "--substrate", "process", code=2)["message"]
+
+    with _join(cluster, _HOLD) as program:
+        name = program.stdout.readline().strip()
+        status = told("status")
+        assert {one["name"]: one["leases"] for one in status["nodes"]} == {one["name"]: int(one["name"] == name) for one in up["nodes"]}
+        assert (
+            "no node is named 'nobody'" in told("drain", "nobody", code=2)["message"] and name in told("drain", "nobody", code=2)["message"]
+        )
+        assert not told("drain", name, "--no-wait")["drained"]
+        assert {one["name"]: one["state"] for one in told("status")["nodes"]}[name] == "draining"
+        assert "trusted" in program.communicate("\n", timeout=60)[0]  # what is held goes on
+    assert told("drain", name)["drained"]
+    states = {one["name"]: (one["state"], one["trouble"]) for one in told("status")["nodes"]}
+    assert states[name] == ("out", "it was drained")
+
+    groups = _groups(cluster)
+    assert len(groups) == 1
+    assert told("down")["nodes"] == [one for one in states if one != name]
+    _wait_nothing_left(cluster, tmp_path, groups)
+    assert "no fleet 'untax' is up" in told("down", code=2)["message"]
+
+
+def test_prometheus_is_given_what_it_needs(cluster, told, tmp_path):
+    told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn")
+    written = told("access", str(tmp_path / "access"))["written"]
+    assert {Path(one).name: os.stat(one).st_mode & 0o777 for one in written} == {"token": 0o600, "ca.pem": 0o600, "prometheus.yml": 0o600}
+
+    import ssl
+
+    import yaml
+
+    (job,) = yaml.safe_load((tmp_path / "access" / "prometheus.yml").read_text())["scrape_configs"]
+    context = ssl.create_default_context(cafile=job["tls_config"]["ca_file"])
+    token = Path(job["authorization"]["credentials_file"]).read_text()
+    url = f"{job['scheme']}://{job['static_configs'][0]['targets'][0]}{job['metrics_path']}"
+    end = time.monotonic() + 10
+    while True:  # agents are told who else there is a moment after the command returns
+        said = httpx.get(url, headers={"authorization": f"Bearer {token}"}, verify=context, trust_env=False).text
+        up = [line for line in said.splitlines() if line.startswith("untax_node_up{")]
+        if len(up) == 2 or time.monotonic() > end:
+            break
+        time.sleep(0.05)
+    assert len(up) == 2 and all(line.endswith(" 1") for line in up)
+
+
+def test_a_killed_fleet_leaves_nothing_on_any_node(cluster, told, tmp_path):
+    """Who keeps it and every agent are killed at once, with a lease that is held: nobody can tidy up, and all the same no process and no mount stays."""
+    told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn")
+    with _join(cluster, _ACT, stderr=subprocess.PIPE) as program:
+        program.stdout.readline()
+        groups = _groups(cluster)
+        import ray
+
+        ray.init(address=cluster.address, namespace="untax", log_to_driver=False, configure_logging=False)
+        actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["name"].startswith("untax:")]
+        assert len(actors) == 3
+        for name in actors:  # the keeper, `untax:untax`, is the first
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name, "untax"))
+        ray.shutdown()
+        end = time.monotonic() + 30
+        while left := [one for one in _left(cluster, tmp_path) if "fleet-" not in one]:
+            assert time.monotonic() < end, left
+            time.sleep(0.05)
+        said, complained = program.communicate("\n", timeout=60)
+    assert said == "SandboxLost infra\n", complained
+    told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn")
+    assert not [one for one in groups if _has_group(one)]  # empty ones, which the next engine of a node removes
+    told("down")
+    _wait_nothing_left(cluster, tmp_path, groups)
+
+
+def test_an_interrupted_up_leaves_nothing(cluster, told, tmp_path):
+    argv = [sys.executable, "-m", "untax.cli", "fleet", "up", "--address", cluster.address, "--state-dir", str(tmp_path / "{node}")]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as up:
+        assert "bringing" in up.stderr.readline()
+        end = time.monotonic() + 30
+        while not any(_comm(pid).startswith("ray::NodeActor") for node_id in cluster.ids() for pid in cluster.processes(node_id)):
+            assert time.monotonic() < end and up.poll() is None, up.communicate()
+            time.sleep(0.005)
+        up.send_signal(signal.SIGINT)
+        assert up.wait(60) in (0, 130)
+    if up.returncode == 0:
+        pytest.fail("it was up before it could be interrupted")
+    assert "no fleet" in told("status", code=2)["message"]
+    _wait_nothing_left(cluster, tmp_path, [])
+
+
+def test_what_a_person_sees(cluster, told, tmp_path, capsys):
+    told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn")
+    assert main(["fleet", "status", "--address", cluster.address]) == 0
+    first, _, *nodes = capsys.readouterr().out.splitlines()
+    assert f"fleet untax on {cluster.address} (untax {untax.__version__}, namespace): 2 nodes (2 in), 0 leases" in first
+    assert [line.split()[0] for line in nodes] == ["127.0.0.2", "127.0.0.3"]

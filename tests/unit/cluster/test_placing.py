@@ -1,0 +1,173 @@
+"""Leases over several servers: to the nearest, to the next when that refuses, and with the reason in the ledger."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from tests.unit.server.test_service import until
+
+import untax
+from untax.cluster.placing import Placing
+from untax.leases import Bindings, checked
+from untax.pool.options import PoolOptions
+from untax.server.service import Service
+from untax.server.unix import UnixListener
+from untax.testing import FakeSubstrate
+
+
+class Nodes:
+    def __init__(self, placing, services, engines):
+        self.placing, self.services, self.engines = placing, services, engines
+
+    def request(self, **bindings):
+        return checked(next(iter(self.engines.values())).offer, None, Bindings(**bindings))
+
+    async def lease(self, **bindings):
+        return await self.placing.fulfil(self.request(**bindings))
+
+
+@contextlib.asynccontextmanager
+async def nodes(tmp_path, names="abc", *, here=None, on_lost=None, **options):
+    """As many servers in this process, each with an engine on a fake substrate, all followed."""
+    async with contextlib.AsyncExitStack() as stack:
+        placing = Placing(here=here, on_lost=on_lost)
+        services, engines = {}, {}
+        for name in names:
+            engine = await stack.enter_async_context(untax.Engine(FakeSubstrate(), pool=PoolOptions(**options)))
+            services[name] = service = Service(engine)
+            listener = UnixListener(service, tmp_path / f"{name}.sock")
+            listener.start()
+            stack.callback(listener.close)
+            stack.push_async_callback(service.aclose)
+            engines[name] = await stack.enter_async_context(untax.connect(f"unix:{listener.path}"))
+            placing.follow(name, engines[name])
+        stack.push_async_callback(placing.aclose)
+        await until(lambda: all(len(service.views._watchers) == 1 for service in services.values()))
+        yield Nodes(placing, services, engines)
+
+
+async def test_a_lease_goes_where_a_sandbox_is_idle_and_says_why(tmp_path):
+    async with nodes(tmp_path, here="a") as fleet:
+        await fleet.engines["b"].warm(n=1)
+        await until(lambda: sum(fleet.placing.views.view("b").idle.values()) == 1)
+        for node in "ac":  # a fake is made as quickly as it is bound
+            fleet.placing.views.told(node, {"costs": {"by_name": {"create": 0.05}, "by_key": {}}})
+
+        box = await fleet.lease()
+
+        assert box.ledger.hit.kind == "exact"
+        assert box.ledger.placed.node == "b"
+        assert "idle with the image stage on b" in box.ledger.placed.why and "next: create over" in box.ledger.placed.why
+        assert box.ledger.placed.tried == ()
+        assert "placed: b: idle" in str(box.ledger)
+        await box.release()
+        assert json.loads(box.ledger.to_json())["placed"]["node"] == "b"
+        [theirs] = await fleet.engines["b"].ledgers()
+        assert theirs["placed"] == json.loads(box.ledger.to_json())["placed"]
+
+
+async def test_without_a_reason_for_another_it_is_the_callers_own_node(tmp_path):
+    async with nodes(tmp_path, here="c") as fleet:
+        box = await fleet.lease()
+        assert box.ledger.placed.node == "c"
+        await box.release()
+
+
+async def test_a_burst_is_spread_over_what_is_idle_everywhere(tmp_path):
+    async with nodes(tmp_path, here="a") as fleet:
+        await asyncio.gather(*(engine.warm(n=3) for engine in fleet.engines.values()))
+        await until(lambda: all(sum(fleet.placing.views.view(node).idle.values()) == 3 for node in "abc"))
+
+        boxes = await asyncio.gather(*(fleet.lease() for _ in range(9)))
+
+        assert [box.ledger.hit.kind for box in boxes] == ["exact"] * 9
+        assert sorted(box.ledger.placed.node for box in boxes) == sorted("aaabbbccc")
+        await asyncio.gather(*(box.release() for box in boxes))
+
+
+async def test_a_node_that_refuses_is_passed_over_and_named(tmp_path):
+    async with nodes(tmp_path, here="a", entries=1) as fleet:
+        other = await fleet.engines["a"].acquire()
+        await until(lambda: fleet.placing.views.view("a").leased == 1)
+        # Somebody else's, of which the next lease has not heard.
+        fleet.placing.views.told("a", {"free_sandboxes": 1, "leased": 0})
+
+        box = await fleet.lease()
+
+        [(node, said)] = box.ledger.placed.tried
+        assert node == "a" and "1 sandboxes are leased" in said
+        assert box.ledger.placed.node in "bc"
+        assert f"before that a: {said}" in str(box.ledger)
+        await box.release()
+        await other.release()
+
+
+async def test_a_draining_node_gets_no_lease(tmp_path):
+    async with nodes(tmp_path, "ab", here="a") as fleet:
+        fleet.services["a"].drain()
+        boxes = [await fleet.lease() for _ in range(3)]
+        assert {box.ledger.placed.node for box in boxes} == {"b"}
+        await asyncio.gather(*(box.release() for box in boxes))
+
+
+async def test_when_all_are_full_it_waits_at_one_and_is_served_when_that_has_room(tmp_path):
+    async with nodes(tmp_path, "ab", entries=1) as fleet:
+        first, second = await fleet.lease(), await fleet.lease()
+        assert {first.ledger.placed.node, second.ledger.placed.node} == {"a", "b"}
+        waiting = asyncio.ensure_future(fleet.lease(wait_s=20.0))
+        await until(lambda: any(service.engine.pooling.driver.state.waiting for service in fleet.services.values()))
+        await asyncio.gather(first.release(), second.release())
+        third = await waiting
+        assert {node for node, _ in third.ledger.placed.tried} <= {"a", "b"}
+        await third.release()
+
+
+async def test_nobody_waits_longer_than_it_said(tmp_path):
+    async with nodes(tmp_path, "ab", entries=1) as fleet:
+        boxes = [await fleet.lease() for _ in range(2)]
+        with pytest.raises(untax.PoolTimeout):
+            await fleet.lease(wait_s=0.1)
+        await asyncio.gather(*(box.release() for box in boxes))
+
+
+async def test_a_server_that_is_gone_is_left_and_told_and_leases_go_elsewhere(tmp_path):
+    lost = []
+    async with nodes(tmp_path, "ab", here="a", on_lost=lambda node, exc: lost.append((node, type(exc)))) as fleet:
+        await (await fleet.lease()).release()
+        listener_path = tmp_path / "a.sock"
+        listener_path.unlink()
+        await fleet.services["a"].aclose()
+        await until(lambda: lost)
+
+        box = await fleet.lease()
+
+        assert box.ledger.placed.node == "b"
+        assert "does not answer" in fleet.placing.views.left_out(fleet.request().spec)["a"]
+        await box.release()
+
+
+async def test_when_no_node_can_take_it_each_says_what_it_lacks(tmp_path):
+    async with nodes(tmp_path, "ab", memory_mib=2000.0) as fleet:
+        with pytest.raises(untax.UsageError, match=r"node a: 4000 MiB do not fit its 2000 MiB.*node b: .*lower its limits"):
+            await fleet.lease(limits=untax.Limits(memory_mib=4000))
+        for service in fleet.services.values():
+            service.drain()
+        await until(lambda: all(fleet.placing.views.view(node).is_draining for node in "ab"))
+        with pytest.raises(untax.SubstrateUnavailable, match=r"node a: it is draining; node b: it is draining"):
+            await fleet.lease()
+
+
+async def test_a_cancelled_lease_leaves_nothing_claimed(tmp_path):
+    async with nodes(tmp_path, "a", entries=1) as fleet:
+        box = await fleet.lease()
+        claims = set(fleet.placing.views._nodes["a"].claims)
+        waiting = asyncio.ensure_future(fleet.lease())
+        await until(lambda: fleet.services["a"].engine.pooling.driver.state.waiting)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await until(lambda: not fleet.services["a"].engine.pooling.driver.state.waiting)
+        assert set(fleet.placing.views._nodes["a"].claims) <= claims
+        await box.release()
+        await (await fleet.lease(wait_s=20.0)).release()

@@ -1,0 +1,187 @@
+"""What one client takes its nodes to be: what they said last, less what it has asked for since."""
+
+import math
+
+import pytest
+
+import untax
+from untax.cluster.view import Views
+from untax.core.errors import LeaseRefused
+from untax.core.stage import Identity, stages_of
+
+SPEC = untax.EnvSpec(setup=("pip install x",))
+STAGES = stages_of(SPEC, Identity("img"))
+TOP = STAGES[-1].key
+HOST = untax.EnvSpec()
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def views(clock):
+    found = Views(here="a", clock=clock)
+    for node in "ab":
+        found.joined(node, isolation="namespace")
+    found.learnt(SPEC, "a", STAGES)
+    return found
+
+
+def told(**more):
+    return {
+        "whole": True,
+        "idle": {},
+        "stored": [stage.key for stage in STAGES],
+        "starting": 0,
+        "most_starting": 4,
+        "leased": 0,
+        "cpus": 8,
+        **more,
+    }
+
+
+def test_what_is_told_is_put_together(views):
+    views.told("a", told(idle={TOP: 2}, free_mib=None, free_sandboxes=3, building={"k": 2.0}))
+    views.told("a", {"idle": {TOP: 0, "other": 1}, "stored": ["new"], "evicted": [TOP], "is_draining": True, "building": {}})
+
+    view = views.view("a")
+    assert view.idle == {"other": 1}
+    assert "new" in view.stored and TOP not in view.stored
+    assert (view.free_mib, view.free_sandboxes, view.is_draining, view.building) == (math.inf, 3, True, {})
+    views.told("a", told())
+    assert view.idle == {} and "new" not in view.stored
+
+
+def test_many_who_ask_at_once_do_not_count_on_one_idle_sandbox(views):
+    for node in "ab":
+        views.told(node, told(idle={TOP: 2}))
+
+    went = []
+    for _ in range(4):
+        best = views.rank(SPEC)[0]
+        assert best.choice.kind == "exact"
+        views.claim(best)
+        went.append(best.node)
+
+    assert sorted(went) == ["a", "a", "b", "b"]
+    assert views.rank(SPEC)[0].choice.kind == "cold"
+
+
+def test_a_claim_lasts_until_a_view_must_have_it_in(views, clock):
+    views.told("a", told(idle={TOP: 2}))
+    views.claim(views.rank(SPEC)[0])
+    assert views.view("a").idle[TOP] == 1
+
+    clock.now_s += 0.001
+    views.told("a", {"busy": 0.5})  # was on its way already
+    assert views.view("a").idle[TOP] == 1
+    clock.now_s += 0.05
+    views.told("a", {"idle": {TOP: 1}})
+    assert views.view("a").idle[TOP] == 1
+
+
+def test_a_claim_that_no_view_ever_showed_is_forgotten(views, clock):
+    views.told("a", told(idle={TOP: 1}))
+    views.claim(views.rank(SPEC)[0])
+    assert views.rank(SPEC)[0].choice.kind == "cold"
+
+    clock.now_s += 2.0
+    assert views.rank(SPEC)[0].choice.kind == "exact"
+
+
+def test_a_lease_that_came_to_nothing_claims_nothing(views):
+    views.told("a", told(idle={TOP: 1}))
+    claim = views.claim(views.rank(SPEC)[0])
+    views.failed(claim)
+
+    assert views.rank(SPEC)[0].choice.kind == "exact"
+
+
+def test_creations_that_were_asked_for_are_load_and_their_stages_are_being_built(views):
+    views.told("a", told(stored=[STAGES[0].key]))
+    views.told("b", told(stored=[STAGES[0].key]))
+    first = views.rank(SPEC)[0]
+    views.claim(first)
+
+    assert views.view(first.node).starting == 1
+    assert TOP in views.view(first.node).building
+    assert views.rank(SPEC)[0].node == first.node  # what is being built there is not built elsewhere too
+
+
+def test_a_node_that_refused_is_left_alone_ever_longer_until_it_serves(views, clock):
+    for node in "ab":
+        views.told(node, told(idle={TOP: 3}))
+    full = LeaseRefused("full", "no room")
+
+    views.failed(views.claim(views.rank(SPEC)[0]), full)
+    assert views.rank(SPEC)[0].node == "b"
+    clock.now_s += 0.11
+    assert views.rank(SPEC)[0].node == "a"
+    views.failed(views.claim(views.rank(SPEC)[0]), full)
+    clock.now_s += 0.11
+    assert views.rank(SPEC)[0].node == "b"
+    clock.now_s += 0.11
+    claim = views.claim(views.rank(SPEC)[0])
+    views.came(claim)
+    views.failed(views.claim(views.rank(SPEC)[0]), full)
+    clock.now_s += 0.11
+    assert views.rank(SPEC)[0].node == "a"
+
+
+def test_a_node_with_room_again_is_not_avoided_any_longer(views):
+    for node in "ab":
+        views.told(node, told(idle={TOP: 3}))
+    views.failed(views.claim(views.rank(SPEC)[0]), LeaseRefused("full", "no room"))
+    views.told("a", {"free_sandboxes": 2})
+
+    assert views.rank(SPEC)[0].node == "a"
+
+
+def test_a_node_that_said_it_drains_is_not_asked_again(views):
+    for node in "ab":
+        views.told(node, told())
+    views.failed(views.claim(views.rank(SPEC)[0]), LeaseRefused("draining", "it is draining"))
+
+    assert [one.node for one in views.rank(SPEC)] == ["b"]
+    assert views.left_out(SPEC) == {"a": "it is draining"}
+
+
+def test_keys_that_are_each_nodes_own_are_asked_for_at_each(views):
+    own = {node: stages_of(HOST, Identity(f"host:{node}", is_portable=False)) for node in "ab"}
+    assert views.unasked(SPEC) == []
+    assert views.ladder(HOST) is None
+    views.learnt(HOST, "a", own["a"])
+    assert views.unasked(HOST) == ["b"]
+    views.learnt(HOST, "b", own["b"])
+    assert views.unasked(HOST) == []
+    views.told("b", told(idle={own["b"][-1].key: 1}))
+
+    assert views.rank(HOST)[0].node == "b"
+
+
+def test_a_name_that_stands_for_another_image_now_is_learnt_anew(views):
+    moved = stages_of(SPEC, Identity("img2"))
+    views.learnt(SPEC, "b", moved)
+    assert views.ladder(SPEC) == moved
+
+
+def test_a_node_that_left_is_forgotten(views):
+    views.left("a")
+    assert views.nodes == ("b",)
+    views.told("a", told())
+    assert views.view("a") is None
+
+
+def test_nonsense_is_said_to_be_that(views):
+    with pytest.raises(untax.ProtocolError, match="node a"):
+        views.told("a", {"idle": 3})

@@ -1,0 +1,197 @@
+"""What a server says of itself to who watches it: all of it at first, then what changes, and nothing at all while nobody does."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+
+import pytest
+from tests.unit.server.test_service import break_connection, serving, until
+
+import untax
+import untax.leases
+from untax.cluster.view import Views
+from untax.pool.options import PoolOptions
+from untax.server import view as module
+from untax.server.service import Service
+from untax.server.unix import UnixListener
+from untax.testing import FakeSubstrate
+
+
+@contextlib.asynccontextmanager
+async def pooled(tmp_path, **options):
+    async with untax.Engine(FakeSubstrate(), pool=PoolOptions(**options)) as engine:
+        service = Service(engine)
+        listener = UnixListener(service, tmp_path / "p.sock")
+        listener.start()
+        service.url = f"unix:{listener.path}"
+        try:
+            yield service
+        finally:
+            await service.aclose()
+            listener.close()
+
+
+@contextlib.asynccontextmanager
+async def watching(engine):
+    """What it was told, and the same put together."""
+    parts, views = [], Views()
+    views.joined("n", isolation="none")
+
+    def told(part):
+        parts.append(part)
+        views.told("n", part)
+
+    task = asyncio.ensure_future(engine.watch(told))
+    try:
+        await until(lambda: parts or task.done())
+        yield parts, views.view("n")
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_all_of_it_is_told_at_first_and_then_what_has_changed(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
+        assert parts[0]["whole"] is True
+        assert (view.leased, view.starting, view.is_draining, view.free_mib) == (0, 0, False, math.inf)
+
+        await engine.warm(n=2)
+        stages, present = await engine.ladder(untax.EnvSpec(isolation="none"))
+        key = stages[-1].key
+        assert key in present
+        await until(lambda: view.idle.get(key) == 2)
+        async with engine.lease():
+            await until(lambda: view.leased == 1)
+            assert view.idle.get(key, 0) >= 1
+        await until(lambda: view.leased == 0 and view.idle.get(key) == 2)
+
+        assert not any(part.get("whole") for part in parts[1:])
+        assert all("isolation" not in part and "cpus" not in part for part in parts[1:])
+        assert view.costs.known("create") is not None
+
+
+async def test_nothing_is_called_while_nobody_watches(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        driver = service.engine.pooling.driver
+        before = driver.changed
+        async with watching(engine):
+            assert driver.changed is not before
+        await until(lambda: driver.changed is before)
+        assert service.views._looking is None and service.views._timer is None
+
+
+async def test_pushes_are_at_least_twenty_milliseconds_apart(tmp_path, monkeypatch):
+    """However many leases there are between them."""
+    pushed = []
+    push = module.Views._push
+
+    def counted(self):
+        pushed.append(asyncio.get_running_loop().time())
+        push(self)
+
+    monkeypatch.setattr(module.Views, "_push", counted)
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine):
+        for _ in range(100):
+            async with engine.lease():
+                pass
+    apart = [later - earlier for earlier, later in itertools.pairwise(pushed)]
+    assert len(pushed) < 100
+    assert min(apart) >= module.PUSH_S * 0.95
+
+
+async def test_a_watcher_that_lost_its_connection_is_told_everything_anew(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
+        await engine.warm(n=1)
+        await until(lambda: view.idle)
+        break_connection(engine)
+        await until(lambda: sum(bool(part.get("whole")) for part in parts) == 2)
+        await engine.warm(n=3)
+        await until(lambda: list(view.idle.values()) == [3])
+        assert len(service.views._watchers) == 1
+
+
+async def test_the_end_of_a_server_ends_the_watch_with_its_reason(tmp_path):
+    async with serving(tmp_path) as service:
+        engine = untax.connect(service.url)
+        await engine.start()
+        watch = asyncio.ensure_future(engine.watch(lambda part: None))
+        await until(lambda: service.views._watchers)
+    with pytest.raises((untax.BackendError, untax.PoolClosed)):
+        await watch
+    await engine.aclose()
+
+
+async def test_a_standing_watch_does_not_keep_answers_from_being_forgotten(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine):
+        for _ in range(20):
+            await engine.pools()
+        [owner] = service.owners
+        assert len(owner.answers) <= 2
+
+
+async def test_draining_is_told(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (_, view):
+        service.drain()
+        await until(lambda: view.is_draining)
+
+
+async def test_who_reads_too_slowly_is_told_all_of_it_once_it_has_caught_up(tmp_path, monkeypatch):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
+        monkeypatch.setattr(module, "_UNSENT_MAX", -1)
+        await engine.warm(n=2)
+        await until(lambda: service.views._behind)
+        monkeypatch.undo()
+        await engine.warm(n=3)
+        await until(lambda: list(view.idle.values()) == [3])
+        assert sum(bool(part.get("whole")) for part in parts) == 2
+
+
+# ---- refusals ----
+
+
+async def test_a_server_without_room_refuses_who_may_go_elsewhere_and_lets_the_others_wait(tmp_path):
+    async with pooled(tmp_path, entries=1) as service, untax.connect(service.url) as engine:
+        request = untax.leases.checked(engine.offer, None, untax.leases.Bindings(wait_s=5.0))
+        first = await engine.fulfil(request, may_refuse=True)
+        with pytest.raises(untax.LeaseRefused, match="1 sandboxes are leased") as raised:
+            await engine.fulfil(request, may_refuse=True)
+        assert raised.value.reason == "full" and raised.value.retryable
+        waiting = asyncio.ensure_future(engine.fulfil(request))
+        await until(lambda: service.engine.pooling.driver.state.waiting)
+        await first.release()
+        await (await waiting).release()
+
+
+async def test_memory_that_is_not_free_is_a_refusal_and_what_is_idle_is_free(tmp_path):
+    async with pooled(tmp_path, memory_mib=3000.0) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2, limits=untax.Limits(memory_mib=1000))
+
+        def request(mib):
+            return untax.leases.checked(engine.offer, None, untax.leases.Bindings(limits=untax.Limits(memory_mib=mib)))
+
+        box = await engine.fulfil(request(2500), may_refuse=True)
+        with pytest.raises(untax.LeaseRefused, match=r"1000 MiB are asked for, and 500 of 3000 are free"):
+            await engine.fulfil(request(1000), may_refuse=True)
+        await box.release()
+
+
+async def test_a_draining_server_refuses_by_type_who_may_go_elsewhere(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        service.drain()
+        request = untax.leases.checked(engine.offer, None, untax.leases.Bindings())
+        with pytest.raises(untax.LeaseRefused) as raised:
+            await engine.fulfil(request, may_refuse=True)
+        assert raised.value.reason == "draining"
+        with pytest.raises(untax.PoolClosed):
+            await engine.fulfil(request)
+
+
+async def test_the_way_to_a_server_is_measured(tmp_path):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        greeted_s = engine.link_s
+        assert 0 < greeted_s < 5
+        for _ in range(5):
+            async with engine.lease():
+                pass
+        assert 0 < engine.link_s < 5
