@@ -17,9 +17,8 @@ if reason := raycluster.unavailable_reason():
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with raycluster.RayCluster(2) as cluster:
-        yield cluster
+def cluster(ray_nodes):
+    return ray_nodes
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,8 @@ _OURS = ("ray::Keeper", "ray::NodeActor", "cell", "memfd:cell")
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    with raycluster.RayCluster(2) as cluster:
-        yield cluster
+def cluster(ray_nodes):
+    return ray_nodes
 
 
 @pytest.fixture

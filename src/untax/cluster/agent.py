@@ -18,6 +18,7 @@ from typing import Any
 
 import untax
 from untax.cluster import transfer
+from untax.cluster.reaper import Reaper
 from untax.cluster.terms import Member
 from untax.cluster.transfer import Transfer
 from untax.cluster.trust import Identity, pinned
@@ -126,6 +127,7 @@ class Agent:
         ensure_private_dir(state)
         self._hold(stack, state)
         place = _place(stack, state, plan.name)
+        stack.callback(Reaper(plan.substrate, state, place).done)
         engine = Engine(plan.substrate, state_dir=state, **plan.options)
         await engine.start()
         stack.push_async_callback(engine.aclose)
@@ -188,6 +190,7 @@ class Agent:
             client_context=pinned(post.authority),
             token=post.token,
             host=post.address,
+            untold_uses=engine.warehouse.untold_uses,
         )
         travel.start()
         stack.push_async_callback(asyncio.to_thread, travel.close)

@@ -31,6 +31,7 @@ from untax.core.spec import EnvSpec, Limits
 from untax.leases import Bindings, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus, together
+from untax.server.service import LEASE_S
 from untax.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Fleet(Leasing):
     """Leases sandboxes of every node. `async with`, or `start()` and `aclose()`. For one process and one event loop.
 
     Joins the fleet of this `name` on the Ray cluster, or brings one up: then each node gets an engine with these options, and closing this takes it down again.
-    `state_dir` may have `{node}` in it. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
+    `state_dir` may have `{node}` in it; `lease_s` is how long a client that lost its connection may take to come back. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
     """
 
     node_class: type[NodeEngine] = NodeEngine
@@ -58,13 +59,19 @@ class Fleet(Leasing):
         name: str = terms.DEFAULT_NAME,
         substrate: str | None = None,
         state_dir: str | os.PathLike[str] | None = None,
+        lease_s: float | None = None,
         clock: Clock = now_ns,
         **options: Any,
     ) -> None:
         super().__init__(clock)
         self.address = address
         self.name = terms.checked_name(name)
-        self._given = {"substrate": substrate, "state_dir": None if state_dir is None else os.fsdecode(state_dir), **options}
+        self._given = {
+            "substrate": substrate,
+            "state_dir": None if state_dir is None else os.fsdecode(state_dir),
+            "lease_s": lease_s,
+            **options,
+        }
         self._ticket: Ticket | None = None
         self._is_handle = False
         self._keeper: Any = None
@@ -145,8 +152,11 @@ class Fleet(Leasing):
             if keeper is None:
                 raise terms.down(self.name)
             return keeper
-        given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir")}
-        plan = Plan(self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given)
+        given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir", "lease_s")}
+        lease_s = self._given["lease_s"]
+        plan = Plan(
+            self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given, LEASE_S if lease_s is None else lease_s
+        )
         keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
         return keeper
 
@@ -156,7 +166,7 @@ class Fleet(Leasing):
         if not given:
             return
         plan = await self._asked(self._keeper.plan.remote())
-        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, **plan.options}
+        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, "lease_s": plan.lease_s, **plan.options}
         for name, value in given.items():
             if there.get(name) != value:
                 raise UsageError(
@@ -221,20 +231,42 @@ class Fleet(Leasing):
 
     async def _follow(self) -> None:
         """Hear of nodes that come and go. While nobody tells, what is known stays."""
-        while True:
-            try:
-                self._take(Roll.from_json(await self._asked(self._keeper.members.remote(self._roll.version))))
-            except UntaxError as exc:
-                log.info("nobody tells who is in the fleet: %s", exc)
-                await asyncio.sleep(_AGAIN_S)
-                found = await asyncio.to_thread(_found, self.name)
-                if found is False:
-                    self._was_taken_down()
-                    return
+        telling: asyncio.Future[str] | None = None
+        try:
+            while not self._is_down:
+                if telling is None:
+                    telling = asyncio.ensure_future(self._asked(self._keeper.members.remote(self._roll.version)))
+                # Those that did not answer are tried again meanwhile.
+                is_whole = all(member.key in self._nodes for member in self._roll.members)
+                if (await asyncio.wait([telling], timeout=None if is_whole else _AGAIN_S))[0]:
+                    await self._heard(telling)
+                    telling = None
+                try:
+                    await self._meet(self._roll.members)
+                except UsageError as exc:
+                    log.error("%s", exc)
+        finally:
+            if telling is not None:
+                telling.cancel()
+
+    async def _heard(self, telling: asyncio.Future[str]) -> None:
+        try:
+            self._take(Roll.from_json(telling.result()))
+        except UntaxError as exc:
+            log.info("nobody tells who is in the fleet: %s", exc)
+            await asyncio.sleep(_AGAIN_S)  # Ray tells nobody when an actor is there again
+            found = await asyncio.to_thread(_found, self.name)
+            if found is False:
+                self._was_taken_down()
+            elif not self._is_maker:  # Ray ends an actor whose maker has let go of the handle it was made with
                 self._keeper = found or self._keeper
-                self._roll = replace(self._roll, version=-1)
-                continue
-            await self._meet(self._roll.members)
+            self._roll = replace(self._roll, version=-1)
+
+    async def _is_taken_down(self) -> bool:
+        """Whether nobody keeps it any more, which may not have been told yet. Only asked when a lease has failed everywhere."""
+        if await asyncio.to_thread(_found, self.name) is False:
+            self._was_taken_down()
+        return self._is_down
 
     def _was_taken_down(self) -> None:
         self._is_down = True
@@ -322,7 +354,7 @@ class Fleet(Leasing):
     def _usable(self) -> list[NodeEngine]:
         """The least loaded by this client first."""
         usable = [node for node in self._nodes.values() if node.is_usable]
-        return sorted(usable, key=lambda node: (node.load, node.member.node_id != self._own_node))
+        return sorted(usable, key=lambda node: (not node.is_connected, node.load, node.member.node_id != self._own_node))
 
     async def fulfil(self, request: Request) -> Box:
         fleet = await self._ready()
@@ -333,7 +365,7 @@ class Fleet(Leasing):
             return await self._placing.fulfil(request)
         except (BackendError, PoolClosed, SubstrateUnavailable):
             self._check_running()
-            if self._is_down:
+            if self._is_down or await self._is_taken_down():
                 raise terms.down(self.name) from None
             if not self._placing.views.nodes:
                 raise terms.nobody(self.name, self._roll.refusals) from None

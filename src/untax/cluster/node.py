@@ -44,6 +44,10 @@ class NodeEngine(RemoteEngine):
         return self._state == "running" and not self._is_gone and not self.member.is_draining
 
     @property
+    def is_connected(self) -> bool:
+        return self._connection is not None and self._connection.is_connected
+
+    @property
     def load(self) -> int:
         """Leases of this client here, asked for or held."""
         return self._asking + len(self._boxes)
@@ -58,6 +62,9 @@ class NodeEngine(RemoteEngine):
     def forget(self, box: Box) -> None:
         super().forget(box)
         self._end_if_over()
+
+    def _is_needed(self) -> bool:
+        return not self._is_gone or super()._is_needed()
 
     def left(self) -> None:
         """The node, or this agent of it, is not in the fleet any more. What still answers goes on; what does not is over."""

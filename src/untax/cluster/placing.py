@@ -22,6 +22,7 @@ from untax.core.errors import (
     LeaseRefused,
     PoolClosed,
     PoolTimeout,
+    StageFailed,
     StageUnavailable,
     SubstrateError,
     SubstrateUnavailable,
@@ -136,7 +137,9 @@ class Placing:
             full += best.is_full
             try:
                 return await self._ask(best, _in_time(request, began_s), tried, may_refuse=True)
-            except _ELSEWHERE as exc:
+            except UntaxError as exc:
+                if not is_better_elsewhere(exc):
+                    raise
                 log.debug("node %s gave no lease: %s", best.node, exc)
                 tried[best.node] = exc
         return await self._wait(request, began_s, tried)
@@ -158,7 +161,7 @@ class Placing:
         try:
             box = await engine.fulfil(request, may_refuse=may_refuse)
         except BaseException as exc:
-            self.views.failed(claim, exc if isinstance(exc, _ELSEWHERE) else None)
+            self.views.failed(claim, exc if isinstance(exc, UntaxError) and is_better_elsewhere(exc) else None)
             raise
         self.views.came(claim)
         if box.ledger.wanted:
@@ -237,11 +240,16 @@ def _in_time(request: Request, began_s: float) -> Request:
     return replace(request, wait_s=max(_LEAST_WAIT_S, left_s))
 
 
+def is_better_elsewhere(exc: UntaxError) -> bool:
+    """Whether another node may do better. A set-up command that found no room may have filled the node's disk, and not its own share."""
+    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and "disk_full" in exc.message)
+
+
 def named(node: str, exc: UntaxError) -> UntaxError:
     """The same, with the node in its words."""
     where = f"node {node}: "
-    if isinstance(exc, StageUnavailable):
-        return StageUnavailable(exc.stage, where + exc.message, exc.log)
+    if isinstance(exc, (StageFailed, StageUnavailable)):
+        return type(exc)(exc.stage, where + exc.message, exc.log)
     if isinstance(exc, SubstrateError):
         return type(exc)(exc.sandbox_id, where + exc.message)
     return type(exc)(where + str(exc))

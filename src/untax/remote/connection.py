@@ -370,7 +370,9 @@ class Connection:
                         return
                     if self._place.carries_channels and self.server is not None and self._loop.time() - began > self.server.lease_s:
                         self._on_forgotten()  # by now the server has given up what we held, if there is one
-                        return
+                        began = self._loop.time()
+                        if not self._is_needed():
+                            return
                 await asyncio.sleep(delay_s)  # nothing tells when a file at a path begins to be listened at
                 delay_s = min(2 * delay_s, _LAST_RETRY_S)
         finally:

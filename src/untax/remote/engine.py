@@ -82,7 +82,7 @@ class RemoteEngine(Leasing):
             self._place,
             on_event=self._heard,
             on_forgotten=lambda: self._end_all("its server was started anew, or gave it up while the connection was broken"),
-            is_needed=lambda: any(isinstance(box, RemoteBox) and box.is_live for box in self._boxes),
+            is_needed=self._is_needed,
         )
         try:
             await self._connection.connect()
@@ -91,6 +91,10 @@ class RemoteEngine(Leasing):
             await self._connection.close()
             raise
         self._state = "running"
+
+    def _is_needed(self) -> bool:
+        """Whether a connection that breaks is taken up again also while nobody waits for an answer."""
+        return any(isinstance(box, RemoteBox) and box.is_live for box in self._boxes)
 
     async def aclose(self) -> None:
         """Release every box and say good-bye. Safe to call twice."""

@@ -36,6 +36,7 @@ LEASE_S = 10.0
 """How long an owner that lost its connection may take to come back before what it held is given back."""
 HEARTBEAT_S = 3.0
 """How often a client lets itself be heard, and finds out whether the server still answers."""
+_BEATS = 3  # within the time after which a client that says nothing is given up
 LEDGERS_KEPT = 256
 _LEDGERS_BYTES = 16 << 20
 
@@ -224,7 +225,7 @@ class Session:
                     "secret": owner.secret,
                     "is_resumed": is_resumed,
                     "lease_s": service.lease_s,
-                    "heartbeat_s": HEARTBEAT_S,
+                    "heartbeat_s": min(HEARTBEAT_S, service.lease_s / _BEATS),
                     "substrate": {"name": substrate.name, "isolation": substrate.isolation, "usual": usual_isolation(substrate)},
                     "boot": boot_id(),
                     "now_ns": service.engine.clock(),

@@ -1,0 +1,65 @@
+"""What an agent that was killed left on its node, removed by somebody who outlives it.
+
+A shell waits for the end of a pipe that only the agent holds open: it costs next to nothing, and the kernel tells it, however the agent ended. Unless the agent said that it
+is done, an engine is then started on its state directory and ended again, which sweeps (untax.substrates._host). The store of layers stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from untax.core.errors import UntaxError
+from untax.engine import Engine
+from untax.server.sole import only_server
+
+# In a process of its own that is nobody's child: Ray kills the children of its workers. Signals of a terminal or of a manager are not for it.
+_WAIT = '(trap "" HUP INT TERM; cd /; read -r word <&{fd} || exec "$0" "$@") >/dev/null 2>&1 &'
+
+
+class Reaper:
+    """Waits from here on, until `done` or until this process is no more."""
+
+    def __init__(self, substrate: str, state_dir: Path, place: Path) -> None:
+        reading, self._writing = os.pipe()
+        what = json.dumps({"substrate": substrate, "state_dir": str(state_dir), "place": str(place)})
+        try:
+            subprocess.run(
+                ["/bin/sh", "-c", _WAIT.format(fd=reading), sys.executable, "-m", "untax.cluster.reaper", what],
+                pass_fds=(reading,),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                check=True,
+            )
+        except BaseException:
+            os.close(self._writing)
+            raise
+        finally:
+            os.close(reading)
+
+    def done(self) -> None:
+        """Nothing is left to be removed."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._writing, b"done\n")
+        os.close(self._writing)
+
+
+async def swept(substrate: str, state_dir: Path, place: Path) -> None:
+    """Nothing where another agent is there already: it has swept itself."""
+    if not state_dir.is_dir():
+        return
+    with contextlib.suppress(UntaxError), only_server(str(state_dir), substrate):
+        shutil.rmtree(place, ignore_errors=True)
+        async with Engine(substrate, state_dir=state_dir):
+            pass
+
+
+if __name__ == "__main__":
+    said = json.loads(sys.argv[1])
+    asyncio.run(swept(said["substrate"], Path(said["state_dir"]), Path(said["place"])))

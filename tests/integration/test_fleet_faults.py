@@ -1,0 +1,386 @@
+"""What becomes of a fleet whose nodes, agents, keeper or clients are killed, cut off, or not as they should be. One cluster for all of it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests import raycluster
+from tests.images import small_image
+from tests.serving import script
+
+import untax
+
+if reason := raycluster.unavailable_reason():
+    pytest.skip(reason, allow_module_level=True)
+
+from untax.cluster import actors
+
+PATIENCE_S = 30.0
+LEASE_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_nodes):
+    return ray_nodes
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+async def fleet(cluster, state):
+    async with untax.Fleet(cluster.address, state_dir=state / "{node}", lease_s=LEASE_S) as fleet:
+        yield fleet
+
+
+async def until(what, patience_s=PATIENCE_S):
+    """Other processes have no event for us."""
+    end = time.monotonic() + patience_s
+    while not (found := what()):
+        assert time.monotonic() < end, "it did not come to be"
+        await asyncio.sleep(0.02)
+    return found
+
+
+async def box_on(fleet, node_id):
+    return await next(node for node in fleet._nodes.values() if node.member.node_id == node_id and node.is_usable).acquire()
+
+
+def elsewhere(fleet):
+    """The node that is reached over TLS."""
+    return next(node for node in fleet._nodes.values() if not node.is_here)
+
+
+def agent_pid(fleet, node_id):
+    import ray
+
+    actor = ray.get_actor(actors.node_actor_name(fleet.name, node_id), actors.NAMESPACE)
+    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+
+
+def mounts_below(path):
+    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(path) in line]
+
+
+async def leases_of(fleet):
+    import ray
+
+    found = [ray.get_actor(actors.node_actor_name(fleet.name, one.node_id), actors.NAMESPACE) for one in fleet.members]
+    return [await one.leases.remote() for one in found]
+
+
+# ---- nodes ----
+
+
+async def test_a_node_that_joins_gets_an_agent_and_one_that_is_killed_loses_its_leases_and_no_more(fleet, cluster):
+    joined = await asyncio.to_thread(cluster.add)
+    await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
+    kept = await box_on(fleet, next(node_id for node_id in cluster.ids() if node_id != joined))
+    box, idle = await box_on(fleet, joined), await box_on(fleet, joined)
+    running = asyncio.ensure_future(box.run(["sleep", "100"]))
+    await box.run(["true"])
+    await asyncio.to_thread(cluster.kill, joined)
+    async with fleet.lease() as fresh:  # at once: nobody need have noticed
+        assert (await fresh.run(["echo", "here"])).stdout == b"here\n"
+    with pytest.raises(untax.SandboxLost):
+        await running
+    await until(lambda: joined not in {member.node_id for member in fleet.members})
+    with pytest.raises(untax.SandboxLost, match="left the fleet"):
+        await idle.run(["true"])
+    assert box.ledger.verdict == idle.ledger.verdict == "infra"
+    assert (await kept.run(["echo", "still"])).stdout == b"still\n"
+    for one in (box, idle, kept):
+        await one.release()
+    assert kept.ledger.verdict == "trusted"
+
+
+async def test_an_agent_that_is_killed_is_replaced_and_its_leases_are_lost(fleet, cluster, state):
+    node = elsewhere(fleet)
+    box = await box_on(fleet, node.member.node_id)
+    os.kill(agent_pid(fleet, node.member.node_id), signal.SIGKILL)
+    with pytest.raises(untax.SandboxLost):
+        await box.run(["sleep", "100"])
+    assert box.ledger.verdict == "infra"
+    await box.release()
+    fresh = await until(lambda: [one for one in fleet._nodes.values() if one.member.node_id == node.member.node_id and one is not node])
+    assert fresh[0].member.url != node.member.url
+    await (await box_on(fleet, node.member.node_id)).release()
+
+
+async def test_a_drained_node_gets_no_more_leases_and_goes_when_its_last_is_over(fleet, cluster):
+    joined = await asyncio.to_thread(cluster.add)
+    await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
+    box = await box_on(fleet, joined)
+    draining = asyncio.ensure_future(fleet._asked(fleet._keeper.drain.remote(joined[:12])))
+    await until(lambda: any(one.is_draining for one in fleet.members if one.node_id == joined))
+    for _ in range(4):
+        async with fleet.lease() as other:
+            assert other._engine.member.node_id != joined
+    assert (await box.run(["echo", "goes on"])).stdout == b"goes on\n"
+    await box.release()
+    assert await draining == ""
+    assert box.ledger.verdict == "trusted"
+    await until(lambda: joined not in {member.node_id for member in fleet.members})
+    assert [one.reason for one in fleet.refusals if one.node_id == joined] == ["it was drained"]
+    assert "no node is named 'nonsense'" in await fleet._asked(fleet._keeper.drain.remote("nonsense"))
+    await asyncio.to_thread(cluster.kill, joined)
+
+
+# ---- who keeps it ----
+
+
+async def test_leases_and_actions_go_on_without_whoever_keeps_the_fleet(fleet, cluster):
+    box = await fleet.acquire()
+    pid = await fleet._keeper.__ray_call__.remote(lambda self: os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for _ in range(6):
+            async with fleet.lease() as other:
+                assert (await other.run(["echo", "on"])).stdout == b"on\n"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+    assert (await box.run(["echo", "on"])).stdout == b"on\n"
+    joined = await asyncio.to_thread(cluster.add)  # it is there again
+    await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
+    await asyncio.to_thread(cluster.kill, joined)
+    await until(lambda: joined not in {node.member.node_id for node in fleet._nodes.values()})
+    assert (await box.run(["echo", "on"])).stdout == b"on\n"
+    await box.release()
+
+
+# ---- clients ----
+
+
+async def said(source, *arguments):
+    """A program, and its first line that is not Ray's, which tells every driver of nodes that died."""
+    process, line = await script(source, *arguments)
+    while line.startswith((b"\x1b", b"\t")):
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+    return process, line
+
+
+HOLDER = """
+import asyncio, sys, untax
+async def main():
+    fleet = untax.Fleet.from_ticket(sys.argv[1])
+    await fleet.start()
+    boxes = [await node.acquire() for node in fleet._nodes.values() for _ in range(2)]
+    print(len(boxes), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+MAKER = """
+import asyncio, json, sys, untax
+async def main():
+    fleet = untax.Fleet(sys.argv[1], name="short-lived", state_dir=sys.argv[2] + "/{node}")
+    await fleet.start()
+    box = await fleet.acquire()
+    print(json.dumps([member.socket for member in fleet.members]), flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+async def test_leases_of_a_client_that_is_killed_are_reclaimed_on_every_node(fleet):
+    before = await leases_of(fleet)
+    process, line = await said(HOLDER, fleet.ticket())
+    try:
+        assert int(line) == 4
+        assert sum(await leases_of(fleet)) == sum(before) + 4
+    finally:
+        process.kill()
+        await process.wait()
+        process._transport.close()
+    end = time.monotonic() + PATIENCE_S
+    while await leases_of(fleet) != before:
+        assert time.monotonic() < end
+        await asyncio.sleep(0.1)
+
+
+async def test_a_fleet_whose_maker_is_killed_takes_itself_down_and_leaves_nothing(cluster, tmp_path):
+    process, line = await said(MAKER, cluster.address, str(tmp_path))
+    try:
+        sockets = json.loads(line)
+        assert len(sockets) == 2 and all(os.path.exists(path) for path in sockets)
+    finally:
+        process.kill()
+        await process.wait()
+        process._transport.close()
+    await until(lambda: not any(os.path.exists(path) for path in sockets))
+    await until(lambda: not mounts_below(tmp_path) and not list(tmp_path.glob("*/namespace/engine-*")))
+
+
+async def test_a_connection_that_breaks_is_taken_up_again_within_the_lease(fleet):
+    node = elsewhere(fleet)
+    box = await box_on(fleet, node.member.node_id)
+    running = asyncio.ensure_future(box.shell("sleep 0.5; echo whole"))
+    await asyncio.sleep(0.1)
+    node._connection._stream._transport.abort()
+    assert (await running).stdout == b"whole\n"
+    await box.release()
+    assert box.ledger.verdict == "trusted"
+
+
+async def test_a_client_cut_off_for_longer_than_its_lease_gets_an_infrastructure_outcome(fleet):
+    node = elsewhere(fleet)
+    async with _Relay(node.member) as relay:
+        ticket = json.loads(fleet.ticket())
+        ticket["members"] = [{**node.member.to_data(), "url": relay.url}]
+        cut = untax.Fleet.from_ticket(json.dumps(ticket))
+        await cut.start()
+        try:
+            cut._following.cancel()  # it would be told the other way there
+            box = await cut.acquire()
+            assert (await box.run(["echo", "on"])).stdout == b"on\n"
+            relay.cut()
+            with pytest.raises(untax.SandboxLost):
+                await box.run(["touch", "/tmp/never"])
+            await box.release()
+            assert box.ledger.verdict == "infra"
+        finally:
+            await cut.aclose()
+
+
+class _Relay:
+    """Carries bytes to an agent from another port of its address, until it is cut."""
+
+    def __init__(self, member):
+        host, port = member.url.removeprefix("https://").split(":")
+        self._host, self._port = host, int(port)
+        self._writers = set()
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._carry, self._host, 0)
+        self.url = f"https://{self._host}:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc):
+        self.cut()
+        await self._server.wait_closed()
+
+    def cut(self):
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _carry(self, reader, writer):
+        there, back = await asyncio.open_connection(self._host, self._port)
+        self._writers |= {writer, back}
+        await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+
+    async def _pipe(self, reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+# ---- nodes that are not as they should be ----
+
+
+@contextlib.contextmanager
+def other_untax(directory, version=None):
+    """Processes that begin meanwhile find another untax: of another version, or the pure one that has no cell."""
+    tree = directory / "untax"
+    shutil.copytree(Path(untax.__file__).parent, tree, ignore=shutil.ignore_patterns("_native", "__pycache__"))
+    if version is not None:
+        text = (tree / "__init__.py").read_text()
+        (tree / "__init__.py").write_text(text.replace(f'__version__ = "{untax.__version__}"', f'__version__ = "{version}"'))
+    # An editable installation finds itself before every path.
+    (directory / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'untax' not in type(one).__module__]\n"
+    )
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(directory)
+    try:
+        yield
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+@pytest.mark.parametrize(
+    ("version", "words"), [("0.0.9", r"it has untax 0\.0\.9, the fleet .*: install untax=="), (None, r"SubstrateUnavailable: .*cell")]
+)
+async def test_a_node_that_cannot_be_one_is_refused_with_the_remedy_and_the_others_serve(fleet, cluster, tmp_path, version, words):
+    with other_untax(tmp_path, version):
+        joined = await asyncio.to_thread(cluster.add)
+    refusal = await until(lambda: next((one for one in fleet.refusals if one.node_id == joined), None))
+    assert re.search(words, refusal.reason), refusal
+    async with fleet.lease() as box:
+        assert box._engine.member.node_id != joined
+    await asyncio.to_thread(cluster.kill, joined)
+    await until(lambda: not fleet.refusals)
+
+
+SPEC = untax.EnvSpec(image=small_image("namespace"), setup=("head -c 4000000 /dev/urandom > /large",))
+
+
+async def test_a_node_whose_disk_is_full_is_left_out_of_what_needs_it(cluster, tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("mounts: only root can give a directory a disk of its own")
+    full = tmp_path / cluster.ids()[0][:12]
+    full.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(full)], check=True)
+    try:
+        async with untax.Fleet(cluster.address, name="full", state_dir=tmp_path / "{node}") as fleet:
+            assert {member.node_id for member in fleet.members} | {one.node_id for one in fleet.refusals} == set(cluster.ids())
+            async with fleet.lease(SPEC) as box:
+                assert (await box.run(["stat", "-c", "%s", "/large"])).stdout == b"4000000\n"
+                assert box._engine.member.node_id == cluster.ids()[1]
+    finally:
+        subprocess.run(["umount", "-l", str(full)], check=True)
+
+
+async def test_a_handle_used_after_the_fleet_went_down_says_so(cluster, tmp_path):
+    async with untax.Fleet(cluster.address, name="gone", state_dir=tmp_path / "{node}") as fleet:
+        joined = untax.Fleet.from_ticket(fleet.ticket())
+        await joined.start()
+        box = await joined.acquire()
+        late = untax.Fleet.from_ticket(fleet.ticket())
+    for handle in (joined, late):
+        with pytest.raises(untax.PoolClosed, match="'gone' was taken down; bring it up again"):
+            await handle.acquire()
+    with pytest.raises(untax.SandboxLost):
+        await box.run(["true"])
+    assert box.ledger.verdict == "infra"
+    with pytest.raises(untax.PoolClosed):
+        await fleet.acquire()
+    await joined.aclose()
+
+
+def test_what_is_no_cluster_is_refused_with_the_remedy(cluster):
+    code = """
+import asyncio, sys, untax
+for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense:port"):
+    try:
+        asyncio.run(untax.Fleet(address).start())
+    except untax.UntaxError as exc:
+        print(type(exc).__name__, exc)
+"""
+    said = subprocess.run(["env", "-u", "RAY_ADDRESS", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)  # fmt: skip
+    lines = said.stdout.splitlines()
+    assert len(lines) == 3, said
+    assert lines[0].startswith("SubstrateUnavailable no Ray cluster answers at 127.0.0.1:1") and "ray start --head" in lines[0]
+    assert lines[1].startswith("UsageError ray://") and "HOST:PORT" in lines[1]
+    assert lines[2].startswith("UsageError 'nonsense:port' is not the address")
+
+
+async def test_a_fleet_that_is_up_is_not_joined_with_other_options(fleet, cluster):
+    with pytest.raises(untax.UsageError, match=r"is up with lease_s=3\.0, not 5\.0: join it without options"):
+        await untax.Fleet(cluster.address, lease_s=5.0).start()
+    async with untax.Fleet(cluster.address) as joined, joined.lease() as box:
+        assert (await box.run(["echo", "joined"])).stdout == b"joined\n"
+    assert (await (await fleet.acquire()).run(["echo", "still up"])).stdout == b"still up\n"
