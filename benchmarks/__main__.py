@@ -16,6 +16,7 @@ PROGRAMS = (
     "served",
     "hosted",
     "transfer",
+    "layer_transfer",
     "destroy",
     "fork",
     "reset",
@@ -40,6 +41,7 @@ PROGRAMS = (
     "container",
     "gvisor",
     "kubernetes",
+    "fleet_faults",
 )
 QUICK = {
     "cold_create": 50,
@@ -47,6 +49,7 @@ QUICK = {
     "served": 50,
     "hosted": 50,
     "transfer": 3,
+    "layer_transfer": 1,
     "destroy": 20,
     "fork": 20,
     "reset": 5,
@@ -70,6 +73,7 @@ QUICK = {
     "container": 40,
     "gvisor": 40,
     "kubernetes": 60,
+    "fleet_faults": 400,
 }
 
 

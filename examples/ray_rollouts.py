@@ -134,8 +134,8 @@ def run_rollout(fleet, spec, rollout: int, *, is_lost: bool, think: float) -> Re
 def _where(box) -> tuple[str, str]:
     if box is None:
         return "", ""
-    told = json.loads(box.ledger.to_json())
-    return str(told.get("choice") or "").partition(":")[0].partition("; ")[0], str(told["rollout"])
+    placed = box.ledger.placed
+    return placed.node if placed is not None else "", json.loads(box.ledger.to_json())["rollout"]
 
 
 # ---- the trainer ----

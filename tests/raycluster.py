@@ -123,7 +123,7 @@ class RayCluster:
 
         ray.shutdown()
         pids = [pid for node in self.nodes for pid in self.processes(str(node.node_id))]
-        self._cluster.shutdown()
+        self._cluster.shutdown()  # type: ignore[no-untyped-call]
         self.nodes.clear()
         _wait_gone(pids)
         self._reaper.communicate(b"end\n")

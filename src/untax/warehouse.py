@@ -126,6 +126,10 @@ class Warehouse:
         if self._stages is not None:
             self._stages.source = source
 
+    def untold_uses(self) -> Mapping[str, int]:
+        """How often stages were used beyond what the store knows of, by their keys. From any thread."""
+        return self._grounds.untold_uses() if self._grounds is not None else {}
+
     # ---- what leases begin with ----
 
     def at_hand(self, request: Request) -> Ground | None:

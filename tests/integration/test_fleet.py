@@ -30,12 +30,12 @@ async def fleet(cluster, tmp_path_factory):
 
 async def test_a_fleet_leases_on_every_node_and_says_which(fleet, cluster):
     assert {member.node_id for member in fleet.members} == set(cluster.ids()) and not fleet.refusals
-    boxes = await asyncio.gather(
-        *(fleet.acquire() for _ in range((os.cpu_count() or 1) + 1))
-    )  # more than the caller's own node has to take
+    boxes = []
+    while {box._engine.member.node_id for box in boxes} != set(cluster.ids()):  # the caller's own first, as long as it is not much fuller
+        boxes.append(await fleet.acquire())
+        assert len(boxes) < 64
     assert {(await box.run(["echo", "there"])).stdout for box in boxes} == {b"there\n"}
     assert all(box._engine.member.name == box.ledger.placed.node for box in boxes)
-    assert {box._engine.member.node_id for box in boxes} == set(cluster.ids())
     await asyncio.gather(*(box.release() for box in boxes))
     assert {box.ledger.verdict for box in boxes} == {"trusted"}
 

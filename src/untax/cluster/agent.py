@@ -190,6 +190,7 @@ class Agent:
             client_context=pinned(post.authority),
             token=post.token,
             host=post.address,
+            untold_uses=engine.warehouse.untold_uses,
         )
         travel.start()
         stack.push_async_callback(asyncio.to_thread, travel.close)

@@ -163,7 +163,7 @@ class Placing:
         except BaseException as exc:
             self.views.failed(claim, exc if isinstance(exc, UntaxError) and is_better_elsewhere(exc) else None)
             raise
-        self.views.came(claim, link_s=engine.link_s)
+        self.views.came(claim)
         if box.ledger.wanted:
             self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
         box.ledger.placed = Placed(ranked.node, ranked.why, tuple((node, str(exc)) for node, exc in tried.items()))
@@ -173,6 +173,8 @@ class Placing:
         """Where a lease of `spec` could go now, best first."""
         if self.views.ladder(spec) is None or self.views.unasked(spec):
             await self._learn(spec)
+        for node, followed in self._nodes.items():
+            self.views.linked(node, followed.engine.link_s)
         return self.views.rank(spec) if self.views.ladder(spec) is not None else []
 
     def _nowhere(self, spec: EnvSpec, tried: Mapping[str, UntaxError]) -> UntaxError:

@@ -124,6 +124,12 @@ class Views:
             self._nodes[node] = _Node(NodeView(node, isolation))
         self._nodes[node].view.link_s = link_s
 
+    def linked(self, node: str, link_s: float) -> None:
+        """So long the way there and back takes now."""
+        one = self._nodes.get(node)
+        if one is not None:
+            one.view.link_s = link_s
+
     def left(self, node: str) -> None:
         self._nodes.pop(node, None)
         for known in self._ladders.values():
@@ -236,11 +242,10 @@ class Views:
         one.correct()
         return claim
 
-    def came(self, claim: Claim, *, link_s: float) -> None:
+    def came(self, claim: Claim) -> None:
         """It is there. The claim stays until a view has it in."""
         one = self._nodes.get(claim.node)
         if one is not None:
-            one.view.link_s = link_s
             one.refusals, one.avoided_until_s = 0, -math.inf
 
     def failed(self, claim: Claim, why: Exception | None = None) -> None:

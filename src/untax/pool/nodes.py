@@ -26,6 +26,9 @@ _EQUAL_S, _EQUAL_SHARE = 0.0005, 0.1
 # A lease is for what runs in it afterwards: on a node where work waits for a processor by so much more than on the idlest one, that takes longer by
 # this share of the seconds that the commands of a rollout take (a T2 episode's: about five).
 _BUSIER, _ACTING_S = 0.3, 5.0
+# The same for each lease more that a processor has than on the emptiest node: little, since most leases wait for a model most of the time, but enough
+# that a quicker link does not draw everything to one machine.
+_CROWDED_S = 0.002
 
 
 @dataclass(slots=True)
@@ -132,11 +135,11 @@ def rank(
     nodes know them: what exists on one machine only has another key on each. `salt` is the caller's own, for the order among equals.
     """
     fit = [view for view in views if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
-    idlest = min((view.busy for view in fit), default=0.0)
+    idlest, emptiest = min((view.busy for view in fit), default=0.0), min((view.crowd for view in fit), default=0)
     found = []
     for view in fit:
         rungs = chains.get(view.node, wanted) if chains else wanted
-        more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S
+        more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S + (view.crowd - emptiest) * _CROWDED_S
         found.append(_way(rungs, view, memory_mib, now_s, usual, more_s))
     return _ordered(found, here, salt)
 

@@ -55,6 +55,8 @@ class PoolDriver(Generic[R, E]):
         self.counts = Counts()
         self.changed: Callable[[], None] = _nothing
         """Called after whatever changes what is idle, leased or waiting; must be cheap."""
+        self.restocked = 0
+        """How often what is stored changed: who looks again sees whether it did."""
         policy = Policy(
             entries=options.entries,
             memory_mib=options.memory_mib,
@@ -259,11 +261,13 @@ class PoolDriver(Generic[R, E]):
         for key in keys:
             if key not in self._stored:
                 self._stored.add(key)
+                self.restocked += 1
                 self._tell(ev.Stored(self._clock(), key))
 
     def evicted(self, keys: Iterable[str]) -> None:
         for key in keys:
             self._stored.discard(key)
+            self.restocked += 1
             self._tell(ev.Evicted(self._clock(), key))
 
     def unkept(self, keys: Iterable[str]) -> None:
@@ -457,6 +461,7 @@ class PoolDriver(Generic[R, E]):
         self._entries[entry.name] = entry
         if self._state.policy.shares_stages:
             self._stored.update(stage.key for stage in order.stages)
+            self.restocked += 1
         for warming in self._warming:
             if warming.key == key:
                 warming.made += 1

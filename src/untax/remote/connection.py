@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -28,6 +29,7 @@ from untax.remote.stream import MessageStream
 log = logging.getLogger("untax.remote")
 
 _SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
+_WAY_WEIGHT = 0.05  # of a way that took longer than was known: one that has become slow is noticed after some dozen
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 
@@ -49,8 +51,6 @@ class Server:
     heartbeat_s: float
     shift_ns: int
     """What turns its clock's readings into ours."""
-    way_s: float
-    """What its greeting took, there and back."""
 
     @classmethod
     def read(cls, body: Mapping[str, Any], asked_ns: int) -> Server:
@@ -71,7 +71,6 @@ class Server:
                 float(body["lease_s"]),
                 max(0.05, float(body["heartbeat_s"])),
                 0 if is_one_clock else (asked_ns + now_ns()) // 2 - int(body["now_ns"]),
-                (now_ns() - asked_ns) / 1e9,
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise ProtocolError(f"a greeting without its fields: {exc!r}") from exc
@@ -135,6 +134,8 @@ class Connection:
         self._connecting: asyncio.Task[None] | None = None
         self._retrying: asyncio.Task[None] | None = None
         self._beat: asyncio.TimerHandle | None = None
+        self._beat_ns: int | None = None  # when the last one was sent that has no answer yet
+        self._way_s: float | None = None
         self._unheard = 0
         self._is_closed = False
 
@@ -191,6 +192,17 @@ class Connection:
             self._pending.pop(request_id, None)
         if self._stream is not None:
             self._stream.send({"id": request_id, "op": "cancel"})
+
+    @property
+    def way_s(self) -> float:
+        """What the way to the server and back takes, beside what the server does."""
+        return self._way_s if self._way_s is not None else math.inf
+
+    def took(self, seconds: float) -> None:
+        """So long the way there and back was, or seemed."""
+        # A loop that was busy with something else makes a way seem long, nothing makes it seem short.
+        before_s = self.way_s
+        self._way_s = seconds if seconds < before_s else before_s + _WAY_WEIGHT * (seconds - before_s)
 
     # ---- its life ----
 
@@ -263,6 +275,7 @@ class Connection:
             async with asyncio.timeout(GREETING_S):
                 body = await greeting
             self.server = Server.read(body, asked_ns)
+            self.took((now_ns() - asked_ns) / 1e9)
             self._place.greeted(stream, body)
         except BaseException as exc:
             stream.close()
@@ -299,6 +312,9 @@ class Connection:
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:
             self._answered(request_id, pending, body, fd)
             return
+        elif request_id == 0 and self._beat_ns is not None:
+            self.took((now_ns() - self._beat_ns) / 1e9)
+            self._beat_ns = None
         close(fd)
 
     def connection_lost(self, reason: str) -> None:
@@ -388,6 +404,7 @@ class Connection:
             self.connection_lost("it does not answer")
             return
         self._unheard += 1
+        self._beat_ns = now_ns()
         self._stream.send({"id": 0, "op": "renew", "seen": self._seen()})
         self._schedule_beat()
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.remote")
 
-_LINK_WEIGHT = 0.05  # of a lease whose way took longer than was known: a link that has become slow is noticed after some dozen
 _LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself
 
 
@@ -71,7 +70,6 @@ class RemoteEngine(Leasing):
         self.url = url
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
-        self._link_s: float | None = None
 
     # ---- its own life ----
 
@@ -120,8 +118,10 @@ class RemoteEngine(Leasing):
 
     @property
     def link_s(self) -> float:
-        """What the way to the server and back takes, beside what the server does, as leases and the greeting have shown."""
-        return self._link_s if self._link_s is not None else self.server.way_s
+        """What the way to the server and back takes, beside what the server does, as greetings, heartbeats and leases have shown."""
+        if self._connection is None or self._connection.server is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        return self._connection.way_s
 
     @property
     def substrate(self) -> RemoteSubstrate:
@@ -229,10 +229,8 @@ class RemoteEngine(Leasing):
         return box
 
     def _came(self, asked_ns: int, account: Mapping[str, Any]) -> None:
-        sample_s = max(0.0, (self.clock() - asked_ns - (int(account["held_ns"]) - int(account["start_ns"]))) / 1e9)
-        link_s = self.link_s
-        # A loop that was busy with something else makes a way seem long, nothing makes it seem short.
-        self._link_s = sample_s if sample_s < link_s else link_s + _LINK_WEIGHT * (sample_s - link_s)
+        assert self._connection is not None
+        self._connection.took(max(0.0, (self.clock() - asked_ns - (int(account["held_ns"]) - int(account["start_ns"]))) / 1e9))
 
     async def _give_back(self, lease_id: str) -> None:
         """A lease that could not be taken."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PUSH_S = 0.02
 """Between two pushes: fifty a second keep a core busy to less than a hundredth, and no lease takes longer than this to be seen."""
-_FIRST_S = 0.002  # after a quiet time: what belongs together (a lease's hand-out and its binding) is told together
+_FIRST_S = 0.005  # after a quiet time: what belongs together is told together, and not beside a lease's first action, which takes 2 ms
 _LOOK_S = 1.0  # how often it is looked at what has no event: how busy the machine is
 _BUSY_STEP = 0.1  # by how much that has to differ to be told
 _UNSENT_MAX = 256 << 10  # bytes; who reads as slowly as that is told all of it once it has caught up
@@ -61,6 +61,9 @@ class Views:
         self._looking: asyncio.TimerHandle | None = None
         self._pushed_s = -math.inf
         self._costs = _Costs()
+        self._busy = 0.0
+        self._restocked = -1
+        self._keys: frozenset[str] = frozenset()
 
     def watch(self, watcher: Watcher, request_id: int) -> None:
         is_first = not self._watchers
@@ -92,6 +95,7 @@ class Views:
     # ---- inside ----
 
     def _begin(self) -> None:
+        self._busy = _busy()
         self._look_at_pools()
         self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
 
@@ -109,7 +113,7 @@ class Views:
         self._timer = self._looking = None
         if self._poolings:
             self._service.engine.watch_pools(None)
-        self._poolings, self._last, self._costs = [], {}, _Costs()
+        self._poolings, self._last, self._costs, self._restocked = [], {}, _Costs(), -1
 
     def _due(self) -> None:
         self._timer = None
@@ -118,7 +122,11 @@ class Views:
 
     def _look(self) -> None:
         self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
-        if self._behind or self._busy() != self._last["busy"]:
+        busy = _busy()
+        if abs(busy - self._busy) >= _BUSY_STEP:
+            self._busy = busy
+            self.changed()
+        elif self._behind:
             self.changed()
 
     def _push(self) -> None:
@@ -154,14 +162,14 @@ class Views:
         return {
             "isolation": engine.substrate.isolation,
             "idle": idle,
-            "stored": {key.partition("~")[0] for pooling in self._poolings for key in pooling.driver.known_stages},
+            "stored": self._stored(),
             "building": building,
             "starting": sum(state.starting for state in states),
             "most_starting": max(1, sum(state.admission.cap for state in states)),
             "waiting": sum(state.waiting for state in states),
             "leased": sum(state.leased for state in states),
             "cpus": os.cpu_count() or 1,
-            "busy": self._busy(),
+            "busy": self._busy,
             "filled": max((round(pooling.filled, 2) for pooling in self._poolings), default=0.0),
             "free_sandboxes": _finite(max((entries for entries, _ in rooms), default=math.inf)),
             "free_mib": _finite(max((mib for _, mib in rooms), default=math.inf)),
@@ -169,10 +177,12 @@ class Views:
             "is_draining": self._service.is_draining,
         }
 
-    def _busy(self) -> float:
-        """As it was told last, until it differs by so much that it is worth telling."""
-        now, told = _busy(), self._last.get("busy")
-        return told if told is not None and abs(now - told) < _BUSY_STEP else now
+    def _stored(self) -> frozenset[str]:
+        restocked = sum(pooling.driver.restocked for pooling in self._poolings)
+        if restocked != self._restocked:
+            self._restocked = restocked
+            self._keys = frozenset(key.partition("~")[0] for pooling in self._poolings for key in pooling.driver.known_stages)
+        return self._keys
 
 
 class _Costs:
@@ -213,6 +223,8 @@ def _change(before: View, after: View) -> Body:
             if counts := {key: value.get(key, 0) for key in {*old, *value} if old.get(key, 0) != value.get(key, 0)}:
                 change["idle"] = counts
         elif name == "stored":
+            if value is old:
+                continue
             if value - old:
                 change["stored"] = sorted(value - old)
             if old - value:

@@ -81,7 +81,7 @@ def trust(tmp_path_factory):
 class Node:
     def __init__(self, name, root, trust):
         self.store = LayerStore(root / name, marks=MARKS)
-        self.transfer = Transfer(name, self.store, server_context=trust[0], client_context=trust[1], token=TOKEN, host=HOST)
+        self.transfer = Transfer(name, self.store, server_context=trust[0], client_context=trust[1], token=TOKEN, host=HOST, budget=None)
         self.transfer.start()
         self.peer = Peer.at(name, self.transfer.address)
         self.stages = Stages(self.store)

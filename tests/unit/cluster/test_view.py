@@ -132,7 +132,7 @@ def test_a_node_that_refused_is_left_alone_ever_longer_until_it_serves(views, cl
     assert views.rank(SPEC)[0].node == "b"
     clock.now_s += 0.11
     claim = views.claim(views.rank(SPEC)[0])
-    views.came(claim, link_s=0.0)
+    views.came(claim)
     views.failed(views.claim(views.rank(SPEC)[0]), full)
     clock.now_s += 0.11
     assert views.rank(SPEC)[0].node == "a"

@@ -106,6 +106,18 @@ def test_a_machine_much_busier_than_the_others_is_not_worth_the_seconds_that_it_
     assert rank(DEPS_A, views)[0].node == "busy"
 
 
+def test_a_quicker_link_does_not_draw_everything_to_one_machine():
+    views = [view("close", stored=DEPS_A, cpus=2), view("further", stored=DEPS_A, cpus=2, link_s=0.01)]
+    went = []
+    for _ in range(40):
+        best = rank(DEPS_A, views, here="close")[0].node
+        next(one for one in views if one.node == best).leased += 1
+        went.append(best)
+
+    assert went[:8] == ["close"] * 8
+    assert 10 <= went.count("further") < 20
+
+
 def test_callers_elsewhere_do_not_all_go_to_one_of_many_equals():
     views = [view(f"n{number}", idle=[DEPS]) for number in range(4)]
 

@@ -71,7 +71,7 @@ def test_a_birth_tells_a_fresh_seed_each_time_and_the_limits_exactly():
     assert len(bytes.fromhex(one["seed"])) == 64
     assert (one["memory"], one["pids"], one["cpu"], one["hostname"], one["own"]) == (
         str(64 << 20),
-        "7",
+        "8",  # and the cell's own
         "50000 100000",
         "sbx-1",
         "/workspace",

@@ -6,12 +6,14 @@ import contextlib
 import functools
 import ssl
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
+from untax.cluster.transfer.ahead import Ahead
 from untax.cluster.transfer.claims import Claims
 from untax.cluster.transfer.errand import Errand, settle
 from untax.cluster.transfer.serve import Server, Session
+from untax.cluster.transfer.spread import Budget
 from untax.cluster.transfer.wire import Dialer, Peer, PeerFault, Refused
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.core.stage import Stage
@@ -36,7 +38,10 @@ class Transfer:
         token: str,
         host: str,
         port: int = 0,
+        untold_uses: Callable[[], Mapping[str, int]] = dict,
+        budget: Budget | None = Budget(),  # noqa: B008 — frozen
     ) -> None:
+        """`untold_uses`: of stages, beyond what the store knows of. `budget`: of what is brought ahead of demand; None for nothing."""
         self.node = node
         self.store = store
         self.claims = Claims()
@@ -44,7 +49,10 @@ class Transfer:
         self._guard = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._errands: set[Errand] = set()
-        ops = {"claim": self._claim, "there": self._settle, "done": self._settle, "bring": self._bring}
+        self.untold_uses = untold_uses
+        self.ahead = Ahead(self, budget or Budget())
+        self._is_spreading = budget is not None
+        ops = {"claim": self._claim, "there": self._settle, "done": self._settle, "bring": self._bring, "hot": self.ahead.tell}
         self._server = Server(node, store, server_context, token, host=host, port=port, ops=ops)
 
     @property
@@ -55,6 +63,8 @@ class Transfer:
 
     def start(self) -> None:
         self._server.start()
+        if self._is_spreading:
+            self.ahead.start()
 
     def meet(self, peers: Iterable[Peer]) -> None:
         """Who is in the fleet now. Connections with those who no longer are end, and with them what they had claimed."""
@@ -78,6 +88,7 @@ class Transfer:
             errands = list(self._errands)
         for errand in errands:
             errand.stop()
+        self.ahead.close()
         self.claims.close()
         self._server.close()
 
