@@ -126,7 +126,7 @@ def _counted(calls: list[str]) -> Iterator[None]:
     import ray
     from ray.actor import ActorMethod
 
-    before = {(ray, name): getattr(ray, name) for name in ("get", "put", "wait", "get_actor", "nodes")}
+    before: dict[tuple[Any, str], Any] = {(ray, name): getattr(ray, name) for name in ("get", "put", "wait", "get_actor", "nodes")}
     before[ActorMethod, "_remote"] = ActorMethod._remote
 
     def counting(name: str, function: Any) -> Any:
@@ -199,7 +199,7 @@ def _round(kind: str, where: list[str], place: Path) -> float:
             assert client.stdin is not None
             client.stdin.write("go\n")
             client.stdin.flush()
-        done = sum(json.loads(client.stdout.readline()) for client in clients if client.stdout is not None)
+        done = sum(int(json.loads(client.stdout.readline())) for client in clients if client.stdout is not None)
         took = time.monotonic() - begin
         for client in clients:
             client.communicate("end\n", timeout=60)
