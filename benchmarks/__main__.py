@@ -42,6 +42,7 @@ PROGRAMS = (
     "gvisor",
     "kubernetes",
     "fleet_faults",
+    "fleet_mixed",
 )
 QUICK = {
     "cold_create": 50,
@@ -74,6 +75,7 @@ QUICK = {
     "gvisor": 40,
     "kubernetes": 60,
     "fleet_faults": 400,
+    "fleet_mixed": 40,
 }
 
 
