@@ -22,6 +22,7 @@ from untax.cluster.transfer.plan import CHUNK_BYTES
 from untax.cluster.transfer.wire import SILENCE_S, Dialer, Peer, PeerFault, Wire, Wires
 from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers._descent import Descent
+from untax.layers._durable import begin_writing
 from untax.layers._held import file_lock
 from untax.layers.rows import MOST_BYTES
 from untax.layers.spares import using
@@ -235,6 +236,7 @@ class _Crew:
         else:
             for offset, part in maps[0]:
                 self._stream(wire, fd, offset, part, buffer)
+            begin_writing(fd, chunk[0].offset, length)  # or the disk would begin when the last byte of all has come
             self._arrival.put_part(at)
         self._fetch.throttle.take(data, self._fetch.wires.stopped)
         with self._guard:
