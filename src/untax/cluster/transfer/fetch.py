@@ -30,7 +30,7 @@ from untax.layers.store import Layer, LayerStore
 
 _log = logging.getLogger("untax.transfer")
 CONNECTIONS = 3
-"""To one node at a time. Of 1, 2, 3, 4 and 6, measured over 5 Gbit/s and 1 ms by `benchmarks.layer_transfer`; see there."""
+"""To one node at a time. On two cores over loopback 1 to 4 took about the same; several ride out a slow hash or disk."""
 _AHEAD = 2  # chunks that are asked for on each, so that the way there and back is not waited for
 _TRIES = 3  # of one node that is cut off, as long as each brings something
 _MOST_MAP = 16 << 20  # bytes: a million extents
