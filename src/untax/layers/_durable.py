@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import json
 import os
 import secrets
@@ -14,10 +16,29 @@ from untax.layers._flock import opened
 
 def syncfs(fd: int) -> None:
     """Everything written to the file system of `fd` is on the disk afterwards, or the error that kept it off is raised."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syncfs(fd) != 0:
+    if _libc().syncfs(fd) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def begin_writing(fd: int, offset: int, length: int) -> None:
+    """Have the kernel begin to write what is in memory of a part of a file, so that there is less to wait for when all is synced. Never fails."""
+    with contextlib.suppress(AttributeError):  # a library without it
+        _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _sync_file_range(fd: int, offset: int, length: int, flags: int) -> None:
+    call = _libc().sync_file_range
+    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    call(fd, offset, length, flags)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def fsync_directory(directory: Path) -> None:

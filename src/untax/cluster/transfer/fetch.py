@@ -22,6 +22,7 @@ from untax.cluster.transfer.plan import CHUNK_BYTES
 from untax.cluster.transfer.wire import SILENCE_S, Dialer, Peer, PeerFault, Wire, Wires
 from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers._descent import Descent
+from untax.layers._durable import begin_writing
 from untax.layers._held import file_lock
 from untax.layers.rows import MOST_BYTES
 from untax.layers.spares import using
@@ -29,7 +30,7 @@ from untax.layers.store import Layer, LayerStore
 
 _log = logging.getLogger("untax.transfer")
 CONNECTIONS = 3
-"""To one node at a time. Of 1, 2, 3, 4 and 6, measured over 5 Gbit/s and 1 ms by `benchmarks.layer_transfer`; see there."""
+"""To one node at a time. On two cores over loopback 1 to 4 took about the same; several ride out a slow hash or disk."""
 _AHEAD = 2  # chunks that are asked for on each, so that the way there and back is not waited for
 _TRIES = 3  # of one node that is cut off, as long as each brings something
 _MOST_MAP = 16 << 20  # bytes: a million extents
@@ -235,6 +236,7 @@ class _Crew:
         else:
             for offset, part in maps[0]:
                 self._stream(wire, fd, offset, part, buffer)
+            begin_writing(fd, chunk[0].offset, length)  # or the disk would begin when the last byte of all has come
             self._arrival.put_part(at)
         self._fetch.throttle.take(data, self._fetch.wires.stopped)
         with self._guard:
