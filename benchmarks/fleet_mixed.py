@@ -6,7 +6,9 @@ finds nearest. Popularity is by Zipf's law with exponent 1, arrivals are at rand
 
 The simulator plays the same arrivals through the same two policies, with what the steps cost in the *random* run: a stage as it was built there, a
 creation as the leases took that lacked nothing. So what it predicts for state-distance is not taken from the run that it is compared with.
-Time to ready is from asking until the box is there; the first leases of all count too.
+Time to ready is from asking until the box is there; the first lease of each spec counts too, unless with `--warm` every spec is leased once before.
+`--image tar` has an image that is the same on every machine: then a stage that another node has is fetched from it and not built again, whatever
+the policy, and the simulator, which knows no fetching, is told what the stages cost on the average.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import asyncio
 import importlib
 import random
 import subprocess
+import tarfile
 import tempfile
 import time
 from array import array
@@ -94,6 +97,13 @@ def _repositories(place: Path) -> list[untax.Repo]:
     return repos
 
 
+def _archive(directory: Path, place: Path) -> str:
+    """An image that is the same everywhere, so that what stands on it travels between nodes."""
+    with tarfile.open(place / "image.tar", "w") as archive:
+        archive.add(directory, ".")
+    return f"tar:{place / 'image.tar'}"
+
+
 def _arrivals(count: int, seed: int) -> list[tuple[float, int]]:
     draws = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(SPECS)]
@@ -107,8 +117,10 @@ def _arrivals(count: int, seed: int) -> list[tuple[float, int]]:
 # ---- the real ones ----
 
 
-async def _play(arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], take: Take) -> Played:
+async def _play(arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], take: Take, *, is_warm: bool) -> Played:
     played = Played()
+    for spec in specs if is_warm else ():
+        await (await take(spec)).release()
 
     async def rollout(number: int) -> None:
         asked = time.perf_counter()
@@ -140,7 +152,12 @@ def _anywhere(fleet: Fleet, seed: int) -> Take:
 
 
 async def _on_a_fleet(
-    address: str, place: Path, name: str, arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], seed: int
+    address: str,
+    place: Path,
+    name: str,
+    arrivals: Sequence[tuple[float, int]],
+    specs: Sequence[untax.EnvSpec],
+    arguments: argparse.Namespace,
 ) -> Played:
     async with Fleet(
         address, name=name, substrate="namespace", state_dir=place / name / "{node}", store_budget_mib=STORE_MIB, limits="warn"
@@ -149,15 +166,18 @@ async def _on_a_fleet(
             raise SystemExit(f"fleet_mixed: {len(fleet._nodes)} nodes of {NODES} came up: {fleet.refusals}")
         for node in fleet._nodes.values():  # what no policy is to be measured by: the first sandbox of an engine
             await (await node.acquire()).release()
-        return await _play(arrivals, specs, _anywhere(fleet, seed) if name == "random" else fleet.acquire)
+        take = _anywhere(fleet, arguments.seed) if name == "random" else fleet.acquire
+        return await _play(arrivals, specs, take, is_warm=arguments.warm)
 
 
 # ---- the simulated ones ----
 
 
-def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str, seed: int) -> Outcome:
+def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str, arguments: argparse.Namespace) -> Outcome:
     """What is in place on every node, base and image, is no rung of it."""
     numbers = sorted({number for _, number in arrivals})
+    before = len(numbers) if arguments.warm else 0
+    arrivals = [*((float(at), number) for at, number in enumerate(numbers[:before])), *((before + at, number) for at, number in arrivals)]
     specs = tuple(costs.wanted[number][2:] for number in numbers)
     usual = {name: mean(_seconds_of(costs, name)) for name in ("repo", "deps")}
     build_s = {stage.key: mean(costs.built_s.get(stage.key) or [usual[stage.name]]) for spec in specs for stage in spec}
@@ -165,7 +185,7 @@ def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str
         Nodes(nodes=NODES, memory_mib=1 << 20, sandbox_mib=1024, store_mib=STORE_MIB, starts=STARTS),
         Steps(Step(0.0, 0), Step(usual["repo"], 1), Step(usual["deps"], SETUP_MIB), spread=0.0),
         Operations(create_s=mean(costs.created_s), bind_s=0.0005, reset_s=mean(costs.released_s)),
-        warmup=0.0,
+        warmup=before / len(arrivals),
     )
     trace = Trace(
         specs,
@@ -174,7 +194,7 @@ def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str
         array("l", (numbers.index(number) for _, number in arrivals)),
         array("d", (HOLD_S for _ in arrivals)),
     )
-    return simulate(description, trace, policy, seed)
+    return simulate(description, trace, policy, arguments.seed)
 
 
 def _seconds_of(costs: Played, name: str) -> list[float]:
@@ -189,16 +209,15 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="untax-bench-fleet-") as directory, raycluster.RayCluster(NODES) as cluster:
         place = Path(directory)
         repos = _repositories(place)
-        specs = [
-            untax.EnvSpec(images.small_image(substrate), repo=repos[number % REPOS], setup=(STEP.format(n=number),), user="root")
-            for number in range(SPECS)
-        ]
+        image = _archive(images.small_directory(), place) if arguments.image == "tar" else images.small_image(substrate)
+        specs = [untax.EnvSpec(image, repo=repos[number % REPOS], setup=(STEP.format(n=number),), user="root") for number in range(SPECS)]
         arrivals = _arrivals(arguments.count, arguments.seed)
-        anywhere = await _on_a_fleet(cluster.address, place, "random", arrivals, specs, arguments.seed)
-        nearest = await _on_a_fleet(cluster.address, place, "state-distance", arrivals, specs, arguments.seed)
-    predicted = {name: _predicted(arrivals, anywhere, name, arguments.seed) for name in ("random", "state-distance")}
+        anywhere = await _on_a_fleet(cluster.address, place, "random", arrivals, specs, arguments)
+        nearest = await _on_a_fleet(cluster.address, place, "state-distance", arrivals, specs, arguments)
+    predicted = {name: _predicted(arrivals, anywhere, name, arguments) for name in ("random", "state-distance")}
     ratio = nearest.mean_s / anywhere.mean_s
-    note = f"{arguments.count} rollouts, {RATE_PER_S:g}/s, seed {arguments.seed}"
+    begin = "every spec leased once before" if arguments.warm else "from nothing"
+    note = f"{arguments.count} rollouts, {RATE_PER_S:g}/s, {begin}, image {arguments.image}, seed {arguments.seed}"
     rows = [
         _measure.compare("time to ready, random node", substrate, anywhere.ready_s, note=anywhere.said()),
         _measure.compare("time to ready, state-distance", substrate, nearest.ready_s, note=nearest.said()),
@@ -222,6 +241,13 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--image",
+        choices=("dir", "tar"),
+        default="dir",
+        help="tar: layers travel between nodes, which the simulator does not know (default: %(default)s)",
+    )
+    parser.add_argument("--warm", action="store_true", help="every spec is leased once before, which is not counted")
     parser.add_argument("--seed", type=int, default=5, help="of the arrivals (default: %(default)s)")
 
 

@@ -13,7 +13,7 @@ import zlib
 import pytest
 from tests.transfers import MARKS, contexts, dialer, serving, stores
 from tests.unit.layers.odd import furnish
-from tests.unit.layers.private import mount, on_tmpfs
+from tests.unit.layers.private import in_child, mount, on_tmpfs
 
 from untax._remove import remove_tree
 from untax.cluster.transfer import fetch as fetch_module
@@ -206,6 +206,69 @@ def test_a_fetch_that_was_killed_is_gone_on_with(tmp_path):
             again.close()
 
     assert said[0] > 12 * MIB, "four chunks at least were there already"
+
+
+STEPS = (
+    "rename",
+    "fsync",
+    "mkdir",
+    "open",
+    "unlink",
+    "rmdir",
+    "write",
+    "pwrite",
+    "ftruncate",
+    "link",
+    "symlink",
+    "utime",
+    "fchmod",
+    "close",
+)
+
+
+def test_kill_9_at_every_step_leaves_a_whole_store(two, trust):
+    """A child fetches and is killed before its n-th call into the kernel, for one n after the other until it gets through."""
+    there, here = two
+    layer = publish(there, {"large": os.urandom(5 * MIB), **{f"d/{n}": os.urandom(3000) for n in range(12)}})
+    survived = None
+    step = 0
+    here.close()
+    with serving(there, trust[0]) as peer:
+        while survived is None:
+            remove_tree(here.root)
+            LayerStore(here.root, marks=MARKS).close()
+            status = os.waitstatus_to_exitcode(in_child(fetch_and_die, here.root, trust[1], peer, layer.id, step))
+            if status == 0:
+                survived = step
+            else:
+                assert status == -signal.SIGKILL
+            again = LayerStore(here.root, marks=MARKS)
+            assert os.listdir(here.root / "drafts") == os.listdir(here.root / "damaged") == [], f"step {step}"
+            for one in again.layers():
+                again.verify(one.id)
+            assert Fetch(again, dialer(trust[1])).layer(layer.id, [peer]).id == layer.id
+            again.verify(layer.id)
+            again.close()
+            step += 9 if step < 90 else 21
+    assert survived > 90
+
+
+def fetch_and_die(root, context, peer, layer_id, step):
+    left = [step]
+
+    def dying(call):
+        def wrapped(*args, **kwargs):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    store = LayerStore(root, marks=MARKS)
+    for name in STEPS:
+        setattr(os, name, dying(getattr(os, name)))
+    Fetch(store, dialer(context), connections=1).layer(layer_id, [peer])
 
 
 def test_what_was_damaged_after_a_cut_is_sent_again(two, trust, monkeypatch):
