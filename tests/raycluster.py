@@ -25,8 +25,8 @@ _QUIET = {
 }
 # A node that does not answer is dead after some 3 s instead of 15; one that answers late is not.
 _NOTICE = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
-# When this process is killed its cluster goes too: end of input without the word.
-_REAP = 'all=; while read -r pid; do [ "$pid" = end ] && exit; all="$all $pid"; done; kill -9 $all'
+# When this process is killed its cluster goes too: end of input without the word. Some of a raylet's children do not notice its end.
+_REAP = 'all=; while read -r pid; do [ "$pid" = end ] && exit; all="$all $pid"; done; for pid in $all; do all="$all $(cat /proc/$pid/task/*/children)"; done; kill -9 $all; rm -rf "$0"'
 _GONE_S = 20.0  # for processes of a node that was ended
 
 
@@ -65,7 +65,7 @@ class RayCluster:
         try:
             # Its own ending replaces handlers of signals.
             self._cluster = Cluster(shutdown_at_exit=False)
-            self._reaper = subprocess.Popen(["sh", "-c", _REAP], stdin=subprocess.PIPE, start_new_session=True)
+            self._reaper = subprocess.Popen(["sh", "-c", _REAP, str(self.place)], stdin=subprocess.PIPE, start_new_session=True)
             for _ in range(self._count):
                 self._add()
             self._cluster.wait_for_nodes()

@@ -86,6 +86,19 @@ def _join(cluster, work: str, **popen) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True, **popen)
 
 
+@contextlib.contextmanager
+def _watching(cluster):
+    """`untax fleet status --watch`, line by line; interrupted at the end, as a person does it."""
+    argv = [sys.executable, "-m", "untax.cli", "fleet", "status", "--watch", "--json", "--address", cluster.address]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as watch:
+        try:
+            yield lambda: json.loads(watch.stdout.readline())
+        finally:
+            watch.send_signal(signal.SIGINT)
+            code = watch.wait(30)
+    assert code == 130
+
+
 _HOLD = "box = await fleet.acquire(); print(box._engine.member.name, flush=True); sys.stdin.readline(); await box.release(); print(box.ledger.verdict)"
 
 _ACT = """box = await fleet.acquire(); print("held", flush=True); sys.stdin.readline()
@@ -104,7 +117,8 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
     assert not again["is_new"]
     assert "take it down first" in told("up", "--substrate", "process", code=2)["message"]
 
-    with _join(cluster, _HOLD) as program:
+    with _watching(cluster) as watched, _join(cluster, _HOLD) as program:
+        assert {one["state"] for one in watched()["nodes"]} == {"in"}
         name = program.stdout.readline().strip()
         status = told("status")
         assert {one["name"]: one["leases"] for one in status["nodes"]} == {one["name"]: int(one["name"] == name) for one in up["nodes"]}
@@ -113,6 +127,8 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
         )
         assert not told("drain", name, "--no-wait")["drained"]
         assert {one["name"]: one["state"] for one in told("status")["nodes"]}[name] == "draining"
+        while {one["name"]: one["state"] for one in watched()["nodes"]}[name] != "draining":
+            pass
         assert "trusted" in program.communicate("\n", timeout=60)[0]  # what is held goes on
     assert told("drain", name)["drained"]
     states = {one["name"]: (one["state"], one["trouble"]) for one in told("status")["nodes"]}
@@ -125,8 +141,9 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
     assert "no fleet 'untax' is up" in told("down", code=2)["message"]
 
 
-def test_prometheus_is_given_what_it_needs(cluster, told, tmp_path):
-    told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn")
+def test_prometheus_is_given_what_it_needs(cluster, told, tmp_path, free_tcp_port):
+    up = told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn", "--port", str(free_tcp_port))
+    assert [one["url"] for one in up["nodes"]] == [f"https://127.0.0.{last}:{free_tcp_port}" for last in (2, 3)]
     written = told("access", str(tmp_path / "access"))["written"]
     assert {Path(one).name: os.stat(one).st_mode & 0o777 for one in written} == {"token": 0o600, "ca.pem": 0o600, "prometheus.yml": 0o600}
 

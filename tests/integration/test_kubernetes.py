@@ -595,3 +595,12 @@ def test_the_doctor_s_evidence_names_the_server_and_the_rights(cluster):
     assert any("Kubernetes v1." in line for line in lines)
     assert any("RBAC: all that is needed is allowed" in line for line in lines)
     assert any("gvisor (runsc)" in line for line in lines)
+
+
+def test_a_cluster_takes_the_daemonset_of_the_documentation(cluster, namespace):
+    """As the API server checks it, defaults and admission included; nothing is made."""
+    text = (
+        (Path(__file__).parents[2] / "docs" / "fleet" / "daemonset.yaml").read_text().replace("namespace: untax", f"namespace: {namespace}")
+    )
+    said = cluster.kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=text)
+    assert "daemonset.apps/untax created" in said

@@ -11,6 +11,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--limits", choices=("strict", "warn"), default="strict", help="when a node cannot enforce one (default: %(default)s)")
     up.add_argument("--store-budget-mib", type=int, metavar="N", help="for the layers of each node")
+    up.add_argument("--port", type=int, default=0, metavar="N", help="where agents listen, the same on every node (default: any)")
     status = action("status", _status, "show every node: leases, what is idle at which stage, what is starting, who is draining or out")
     status.add_argument(
         "-w", "--watch", action="store_true", help="go on showing it until interrupted; with --json, a line for each change"
@@ -81,15 +83,17 @@ async def _up(arguments: argparse.Namespace) -> int:
     options: dict[str, Any] = {"limits": arguments.limits}
     if arguments.store_budget_mib is not None:
         options["store_budget_mib"] = arguments.store_budget_mib
-    plan = Plan(arguments.name, arguments.substrate, arguments.state_dir, options)
+    if not 0 <= arguments.port <= 65_535:
+        raise UsageError(f"--port must be between 0 and 65535, not {arguments.port}")
+    plan = Plan(arguments.name, arguments.substrate, arguments.state_dir, options, port=arguments.port)
     if not arguments.json:
         print(f"untax: bringing the fleet {arguments.name!r} up", file=sys.stderr)
     async with operate.up(arguments.address, plan) as (operated, is_new):
         if not is_new:
             there = await operated.plan()
-            if (there.substrate, there.state_dir, dict(there.options)) != (plan.substrate, plan.state_dir, options):
+            if replace(there, options=dict(there.options)) != plan:
                 raise UsageError(
-                    f"the fleet {plan.name!r} is up already, with {there.substrate}, state_dir={there.state_dir!r} and {dict(there.options)}: "
+                    f"the fleet {plan.name!r} is up already, with {there.substrate}, state_dir={there.state_dir!r}, port {there.port} and {dict(there.options)}: "
                     "take it down first, or give this one another --name"
                 )
         status = await operated.status()

@@ -55,6 +55,8 @@ class Plan:
     state_dir: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     lease_s: float = LEASE_S
+    port: int = 0
+    """Where every agent listens for other nodes; 0: any, another one after each start."""
 
     def state_dir_of(self, node_id: str) -> Path:
         return chosen_state_dir(None if self.state_dir is None else self.state_dir.replace("{node}", node_id[:12]))
@@ -162,7 +164,7 @@ class Agent:
     async def _listen(self, stack: contextlib.AsyncExitStack, engine: Engine, service: Service, place: Path) -> str:
         """TLS on the node's own address and no other, with a token for everything that is said there."""
         certificate, key = self._post.identity.write(place)
-        address = Address(self._post.address, 0, str(certificate), str(key))
+        address = Address(self._post.address, self._plan.port, str(certificate), str(key))
         address.check_safe(has_tokens=True, any_key=False)
         tenants = Tenants([(Tenant("fleet", _everything(), is_trusted=True), digest(self._post.token))])
         self._hosting = hosting = Hosting(engine, tenants, Settings(admission=_anything()), owners=service)
