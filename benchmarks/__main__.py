@@ -41,6 +41,7 @@ PROGRAMS = (
     "container",
     "gvisor",
     "kubernetes",
+    "fleet_ray",
     "fleet_faults",
     "fleet_mixed",
 )
@@ -74,6 +75,7 @@ QUICK = {
     "container": 40,
     "gvisor": 40,
     "kubernetes": 60,
+    "fleet_ray": 20,
     "fleet_faults": 400,
     "fleet_mixed": 40,
 }
