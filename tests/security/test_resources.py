@@ -68,7 +68,7 @@ async def test_r1_one_process_is_one_command(engine, enforced):
         assert (await box.run(["echo", "one"])).stdout == b"one\n"
         if COUNTED:
             second = await box.shell("ls / | cat; echo after", merge=True)
-            assert second.exit_code != 0 or second.limit_kind == "pids", second
+            assert second.exit_code != 0 or second.limit_kind == "pids" or b"fork" in second.stdout, second
 
 
 async def test_r3_memory_beyond_the_limit_is_oom_and_not_a_bare_signal(box, enforced):
