@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import importlib
 import random
-import subprocess
 import tarfile
 import tempfile
 import time
@@ -26,7 +25,7 @@ from pathlib import Path
 from statistics import mean
 
 import untax
-from benchmarks import _measure
+from benchmarks import _measure, _repositories
 from benchmarks._measure import Row
 from untax.cluster.fleet import Fleet
 from untax.core.ledger import Ledger
@@ -79,22 +78,6 @@ class Played:
         return (
             f"mean {self.mean_s * 1e3:.0f} ms, {builds} stages built, {len(self.created_s)} leases lacked nothing; leases by node {spread}"
         )
-
-
-def _repositories(place: Path) -> list[untax.Repo]:
-    repos = []
-    for number in range(REPOS):
-        tree = place / f"repo{number}"
-        tree.mkdir()
-        git = ["git", "-C", str(tree), "-c", "user.name=bench", "-c", "user.email=bench@localhost", "-c", "init.defaultBranch=main"]
-        subprocess.run([*git, "init", "--quiet"], check=True)
-        for i in range(FILES):
-            (tree / f"module{i}.py").write_text(f"x = {number * i}\n" * 20)
-        subprocess.run([*git, "add", "-A"], check=True)
-        subprocess.run([*git, "commit", "--quiet", "-m", "all"], check=True)
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-        repos.append(untax.Repo(str(tree), commit))
-    return repos
 
 
 def _archive(directory: Path, place: Path) -> str:
@@ -208,7 +191,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
         raise SystemExit(f"fleet_mixed: {reason}")
     with tempfile.TemporaryDirectory(prefix="untax-bench-fleet-") as directory, raycluster.RayCluster(NODES) as cluster:
         place = Path(directory)
-        repos = _repositories(place)
+        repos = _repositories.made(place, REPOS, FILES)
         image = _archive(images.small_directory(), place) if arguments.image == "tar" else images.small_image(substrate)
         specs = [untax.EnvSpec(image, repo=repos[number % REPOS], setup=(STEP.format(n=number),), user="root") for number in range(SPECS)]
         arrivals = _arrivals(arguments.count, arguments.seed)

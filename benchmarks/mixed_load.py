@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Protocol
 
 import untax
-from benchmarks import _measure
+from benchmarks import _measure, _repositories
 from benchmarks._measure import Row
 from untax.core.stage import Stage
 from untax.pool import events as ev
@@ -96,22 +96,6 @@ def _wheel(place: Path, name: str, modules: int) -> None:
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: bench\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in names))
-
-
-def _repositories(place: Path) -> list[untax.Repo]:
-    repos = []
-    for number in range(REPOS):
-        tree = place / f"repo{number}"
-        tree.mkdir()
-        git = ["git", "-C", str(tree), "-c", "user.name=bench", "-c", "user.email=bench@localhost", "-c", "init.defaultBranch=main"]
-        subprocess.run([*git, "init", "--quiet"], check=True)
-        for i in range(FILES):
-            (tree / f"module{i}.py").write_text(f"x = {number * i}\n" * 20)
-        subprocess.run([*git, "add", "-A"], check=True)
-        subprocess.run([*git, "commit", "--quiet", "-m", "all"], check=True)
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-        repos.append(untax.Repo(str(tree), commit))
-    return repos
 
 
 def _specs(setup: Setup, repos: list[untax.Repo]) -> list[untax.EnvSpec]:
@@ -321,7 +305,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="untax-bench-repo-") as place:
         setup = _installing(Path(place)) if arguments.setup == "wheels" else _sleeping()
         arrivals = _arrivals(arguments.count, arguments.seed, setup.rate_per_s)
-        specs = _specs(setup, _repositories(Path(place)))
+        specs = _specs(setup, _repositories.made(Path(place), REPOS, FILES))
         budget_mib = await _budget_mib(specs[0], substrate, setup)
         pool = _pool_options(setup.rate_per_s)
         ours = await _by_state(arrivals, specs, substrate, setup, budget_mib, pool)

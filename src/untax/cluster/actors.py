@@ -19,9 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
 from untax.cluster.agent import Agent, Plan, Post
-from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket, skew_trouble, version_trouble
+from untax.cluster.terms import Member, Refusal, Roll, Ticket, skew_trouble, version_trouble
 from untax.cluster.trust import Trust
 from untax.core.errors import UntaxError
+from untax.remote.engine import RemoteSubstrate
 
 log = logging.getLogger("untax.cluster")
 
@@ -147,7 +148,7 @@ class Keeper:
         """Once it is known of every node whether it can be used."""
         await self._first.wait()
         members = self._roll().members
-        offer = FleetOffer(members[0].substrate, members[0].isolation, members[0].usual) if members else None
+        offer = RemoteSubstrate(members[0].substrate, members[0].isolation, members[0].usual) if members else None
         return Ticket(
             self._plan.name, self._trust.token, self._trust.authority.certificate, untax.__version__, self._ray_address, offer, members
         ).to_json()

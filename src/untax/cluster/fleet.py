@@ -18,7 +18,7 @@ from untax.box import Box
 from untax.cluster import access, copies, terms
 from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
-from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket
+from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.core.errors import (
     BackendError,
     PoolClosed,
@@ -31,6 +31,7 @@ from untax.core.spec import EnvSpec, Limits
 from untax.leases import Bindings, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus, together
+from untax.remote.engine import RemoteSubstrate
 from untax.server.service import LEASE_S
 from untax.snapshot import Snapshot
 
@@ -195,15 +196,15 @@ class Fleet(Leasing):
             await asyncio.to_thread(access.disconnect)
 
     @property
-    def offer(self) -> FleetOffer:
+    def offer(self) -> RemoteSubstrate:
         if self._ticket is not None and self._ticket.offer is not None:
             return self._ticket.offer
         for member in self._roll.members:
-            return FleetOffer(member.substrate, member.isolation, member.usual)
+            return RemoteSubstrate(member.substrate, member.isolation, member.usual)
         raise UsageError("the fleet is not started: use `async with Fleet()`, or await fleet.start()")
 
     @property
-    def substrate(self) -> FleetOffer:
+    def substrate(self) -> RemoteSubstrate:
         return self.offer
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from untax import __version__
 from untax.core.errors import PoolClosed, ProtocolError, SubstrateUnavailable, UsageError
-from untax.core.spec import EnvSpec
+from untax.remote.engine import RemoteSubstrate
 
 DEFAULT_NAME = "untax"
 SKEW_MAX_S = 30.0
@@ -82,18 +82,6 @@ class Refusal(_Data):
 
 
 @dataclass(frozen=True, slots=True)
-class FleetOffer:
-    """What leases are checked against: the substrate that every node has."""
-
-    name: str
-    isolation: str
-    usual: str
-
-    def default_spec(self) -> EnvSpec:
-        return EnvSpec(isolation=self.usual)
-
-
-@dataclass(frozen=True, slots=True)
 class Ticket:
     """What lets a process into a fleet: all that a pickled handle is. Whoever has it may lease from every node."""
 
@@ -103,7 +91,7 @@ class Ticket:
     """The certificate that signed every agent's; nobody else's signature counts."""
     version: str
     ray_address: str
-    offer: FleetOffer | None = None
+    offer: RemoteSubstrate | None = None
     members: tuple[Member, ...] = ()
     """Who was in it when the ticket was made, to begin with."""
 
@@ -132,7 +120,7 @@ class Ticket:
                 str(data["authority"]),
                 str(data["version"]),
                 str(data["ray_address"]),
-                None if data["offer"] is None else FleetOffer(**data["offer"]),
+                None if data["offer"] is None else RemoteSubstrate(**data["offer"]),
                 tuple(Member.from_data(one) for one in data["members"]),
             )
         except (KeyError, TypeError, ValueError) as exc:

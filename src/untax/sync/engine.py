@@ -23,7 +23,6 @@ from untax.sync.loop import Loop
 from untax.sync.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from untax.cluster.terms import FleetOffer
     from untax.layers.build import Prepared
     from untax.layers.sources import Progress
     from untax.sync.fleet import DirectFleet
@@ -42,7 +41,7 @@ class Engine:
         self._loop: Loop | None = None
 
     @property
-    def substrate(self) -> Substrate | RemoteSubstrate | FleetOffer:
+    def substrate(self) -> Substrate | RemoteSubstrate:
         return self._inner.substrate
 
     def start(self) -> None:

@@ -6,13 +6,14 @@ import pytest
 
 import untax
 from untax.cluster import terms
-from untax.cluster.terms import FleetOffer, Member, Refusal, Roll, Ticket
+from untax.cluster.terms import Member, Refusal, Roll, Ticket
+from untax.remote.engine import RemoteSubstrate
 
 MEMBER = Member(
     "ab" * 28, "10.0.0.7", "10.0.0.7", "https://10.0.0.7:4711", "/run/s", "boot", untax.__version__, "namespace", "namespace", "namespace"
 )
 TICKET = Ticket(
-    "untax", "secret-token", "PEM", untax.__version__, "10.0.0.1:6379", FleetOffer("namespace", "namespace", "namespace"), (MEMBER,)
+    "untax", "secret-token", "PEM", untax.__version__, "10.0.0.1:6379", RemoteSubstrate("namespace", "namespace", "namespace"), (MEMBER,)
 )
 
 

@@ -19,9 +19,9 @@ from untax.testing import FakeExit, FakeSubstrate
 
 
 @contextlib.asynccontextmanager
-async def serving(tmp_path, fake=None, *, lease_s=5.0):
+async def serving(tmp_path, fake=None, *, lease_s=5.0, **options):
     """The service of an engine on a fake substrate, in this process and loop."""
-    async with untax.Engine(fake or FakeSubstrate()) as engine:
+    async with untax.Engine(fake or FakeSubstrate(), **options) as engine:
         service = Service(engine, lease_s=lease_s)
         listener = UnixListener(service, tmp_path / "s.sock")
         listener.start()

@@ -13,23 +13,10 @@ import untax.leases
 from untax.cluster.view import Views
 from untax.pool.options import PoolOptions
 from untax.server import view as module
-from untax.server.service import Service
-from untax.server.unix import UnixListener
-from untax.testing import FakeSubstrate
 
 
-@contextlib.asynccontextmanager
-async def pooled(tmp_path, **options):
-    async with untax.Engine(FakeSubstrate(), pool=PoolOptions(**options)) as engine:
-        service = Service(engine)
-        listener = UnixListener(service, tmp_path / "p.sock")
-        listener.start()
-        service.url = f"unix:{listener.path}"
-        try:
-            yield service
-        finally:
-            await service.aclose()
-            listener.close()
+def pooled(tmp_path, **options):
+    return serving(tmp_path, pool=PoolOptions(**options))
 
 
 @contextlib.asynccontextmanager
