@@ -8,6 +8,7 @@ import pytest
 from tests.unit.server.test_service import until
 
 import untax
+from untax.cluster import placing as module
 from untax.cluster.placing import Placing
 from untax.leases import Bindings, checked
 from untax.pool.options import PoolOptions
@@ -127,6 +128,33 @@ async def test_nobody_waits_longer_than_it_said(tmp_path):
         with pytest.raises(untax.PoolTimeout):
             await fleet.lease(wait_s=0.1)
         await asyncio.gather(*(box.release() for box in boxes))
+
+
+async def silent(spec):
+    await asyncio.Event().wait()
+
+
+async def test_a_node_that_says_nothing_keeps_nobody_from_asking_another_what_a_spec_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LADDER_S", 0.05)
+    async with nodes(tmp_path, "abc", here="a") as fleet:
+        fleet.engines["a"].ladder = fleet.engines["b"].ladder = silent
+        box = await fleet.lease()
+        assert box.ledger.wanted
+        await box.release()
+
+
+async def test_nobody_waits_longer_than_it_said_for_nodes_that_say_nothing(tmp_path):
+    async with nodes(tmp_path, "ab") as fleet:
+        fleet.engines["a"].ladder = fleet.engines["b"].ladder = silent
+        with pytest.raises(untax.PoolTimeout, match="no node has said"):
+            await fleet.lease(wait_s=0.1)
+
+
+async def test_a_node_that_does_not_answer_is_asked_last_what_a_spec_is(tmp_path):
+    async with nodes(tmp_path, "ab", here="a") as fleet:
+        fleet.placing.views.lost("a", "for the test")
+        fleet.engines["a"].ladder = silent
+        await (await fleet.lease(wait_s=1.0)).release()
 
 
 async def test_a_server_that_is_gone_is_left_and_told_and_leases_go_elsewhere(tmp_path):
