@@ -440,10 +440,13 @@ def test_a_fetch_does_with_fewer_connections(two, trust, monkeypatch):
     """A node that takes one and no more gives the layer over that."""
     there, here = two
     layer = publish(there, {f"f{number}": os.urandom(3 << 20) for number in range(4)})
+    real, begun = serve.Server._layer, []
+    monkeypatch.setattr(serve.Server, "_layer", lambda self, session, said: (begun.append(said), real(self, session, said))[1])
     monkeypatch.setattr(serve, "_MOST", 1)
     with serving(there, trust[0]) as peer:
         Fetch(here, dialer(trust[1])).layer(layer.id, [peer])
     here.verify(layer.id)
+    assert len(begun) == 1, "and not by beginning anew each time"
 
 
 def test_who_was_answered_at_once_may_be_silent_afterwards(node, trust, monkeypatch):
@@ -451,6 +454,8 @@ def test_who_was_answered_at_once_may_be_silent_afterwards(node, trust, monkeypa
     monkeypatch.setattr(wire, "SILENCE_S", 0.3)
     with dialer(trust[1]).dial(node.peer) as one:
         assert one.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        (session,) = node.transfer._server._sessions
+        session.ring()
         with pytest.raises(PeerFault, match="timed out"):
             one.receive(waits_s=1.0)
         assert one.ask("done", outcome="there", waits_s=SOON_S) == {}

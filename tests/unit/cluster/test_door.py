@@ -166,7 +166,7 @@ def test_a_hostile_node_cannot_hold_a_dialer(trust):
         def drip():
             sock, _ = listener.accept()
             with sock:
-                left.append(ends(sock, b"\x16\x03\x03\x7f\xff\x02\x00\x7f\xfb" + bytes(400)))
+                left.append(ends(sock, b"\x16\x03\x03\x3f\xff\x02\x00\x3f\xfb\x03\x03" + bytes(400)))
 
         thread = threading.Thread(target=drip, daemon=True)
         thread.start()
