@@ -252,8 +252,8 @@ def _in_time(request: Request, began_s: float) -> Request:
 
 
 def is_better_elsewhere(exc: UntaxError) -> bool:
-    """Whether another node may do better. A set-up command that found no room may have filled the node's disk, and not its own share."""
-    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and "disk_full" in exc.message)
+    """Whether another node may do better."""
+    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and exc.found_no_room)
 
 
 def named(node: str, exc: UntaxError) -> UntaxError:
