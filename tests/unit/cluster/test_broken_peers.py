@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import struct
 import threading
 import zlib
@@ -18,15 +19,16 @@ from tests.unit.cluster.test_rows import TOP, UP, entry, file
 from untax.cluster.transfer import fetch, serve, wire
 from untax.cluster.transfer.arrival import Arrival, Mismatch, read_map
 from untax.cluster.transfer.claims import owners
-from untax.cluster.transfer.errand import Errand
+from untax.cluster.transfer.errand import Errand, kind_of
 from untax.cluster.transfer.fetch import Fetch, Throttle
 from untax.cluster.transfer.outgoing import Outgoing
 from untax.cluster.transfer.pace import Wanted
 from untax.cluster.transfer.plan import CHUNK_BYTES, Piece
-from untax.cluster.transfer.spread import Budget
+from untax.cluster.transfer.spread import Budget, Heat, orders
 from untax.cluster.transfer.wire import PeerFault, Refused, Wires
 from untax.core.errors import StageError, StageFailed, StageUnavailable
 from untax.layers.digest import attributes_hash, id_of_rows
+from untax.layers.rows import read_rows
 from untax.layers.store import StageRecord
 
 SOON_S = 30.0  # for what takes an instant, on a machine that has other things to do
@@ -226,7 +228,121 @@ def test_whatever_goes_with_the_rows_is_a_refusal_or_fits(tmp_path_factory, rest
         assert 0 <= made.stored <= made.contents_bytes
 
 
+FIELDS = st.sampled_from(
+    [b"", b"d", b"f", b"l", b"h", b"w", b"c", b"a", b"b", b".", b"..", b"a/b", b"0", b"1", b"-1", b"755", b"0 1 " + b"0" * 64]
+)
+TEXTS = st.lists(FIELDS | st.binary(max_size=6), max_size=8).map(b"\0".join) | st.sampled_from(
+    [UP, TOP, file(b"a"), entry(b"d", b"b"), b"h\0c\x001\0"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts=st.lists(TEXTS, max_size=8).map(lambda some: [TOP, *some]))
+def test_whatever_rows_are_made_up_lead_nowhere_else(texts):
+    """Refused, or a tree: every name is one below its parent, every parent a directory before it, every hard link one of a file before it."""
+    with contextlib.suppress(StageFailed):
+        rows = read_rows(packed(texts), id_of_rows(texts))
+        for number, row in enumerate(rows[1:], 1):
+            assert row.name not in (b"", b".", b"..")
+            assert b"/" not in row.name
+            assert row.parent < number
+            assert rows[row.parent].kind == "d"
+            assert row.kind != "h" or (row.first < number and rows[row.first].kind in "flps")
+
+
+def test_rows_without_number_are_not_listed(two):
+    """Sixty million entries of nothing, in a few kilobytes."""
+    with pytest.raises(StageFailed, match="more than"):
+        read_rows(zlib.compress(bytes(240 << 20), 1), "sha256-" + "0" * 64)
+
+
+def test_a_chunk_that_is_sent_again_in_the_place_of_another_is_found_out(two, trust):
+    """Of a large file's parts and of whole files: what they hash to is theirs alone."""
+    there, here = two
+    layer = publish(there, {"large": os.urandom(2 * CHUNK_BYTES), "a": os.urandom(CHUNK_BYTES), "b": os.urandom(CHUNK_BYTES)})
+
+    def first(session, said):
+        chunks = session.outgoing._chunks
+        at = next(at for at, chunk in enumerate(chunks) if len(chunk) == len(chunks[said["chunk"]]) and chunk[0].length == CHUNK_BYTES)
+        (piece,) = chunks[at]
+        (wanted,) = chunks[said["chunk"]]
+        head = struct.pack("<IQQ", 1, wanted.offset, wanted.length)
+        data = (there.layer(layer.id).tree / os.fsdecode(session.outgoing._rows[piece.row].name)).read_bytes()[: wanted.length]
+        session.wire.send({"map": len(head), "bytes": len(data)})
+        session.wire.send_bytes(head + data)
+
+    with serving(there, trust[0], node="liar", ops={"chunk": first}) as liar, serving(there, trust[0]) as honest:
+        with pytest.raises(StageUnavailable, match="liar"):
+            Fetch(here, dialer(trust[1])).layer(layer.id, [liar])
+        assert here.layers() == []
+        Fetch(here, dialer(trust[1])).layer(layer.id, [liar, honest])
+    here.verify(layer.id)
+
+
 # ---- what it says of itself ----
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    said=st.lists(
+        st.fixed_dictionaries(dict.fromkeys(("key", "parent", "name", "uses", "bytes", "cost_s"), st.sampled_from(["k", "j"]) | ODD)),
+        max_size=6,
+    )
+)
+def test_whatever_is_said_to_be_hot_can_be_reckoned_with(said):
+    heats = [heat for one in said if (heat := Heat.from_data("one", one)) is not None]
+    assert sum(order.bytes for order in orders(heats, (), 1e9, 1.0)) <= 1e9
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"record": 7},
+        {"record": "[]"},
+        {"record": "{" * 100_000},
+        {"record": StageRecord("another", "repo", None, ()).to_json()},
+        {"record": StageRecord("key", "repo", None, (), is_portable=False).to_json()},
+        {"record": StageRecord("key", "repo", None, ()).to_json().replace('"adds": []', '"adds": ["../../etc"]')},
+        {"record": StageRecord("key", "repo", None, ()).to_json().replace('"parent": null', '"parent": "../x"')},
+        {"record": StageRecord("key", "repo", None, ()).to_json().replace('"log_tail": ""', '"log_tail": "\\ud800"')},
+        {"record": StageRecord("key", "repo", None, ("sha256-" + "0" * 64,)).to_json()},
+        {"error": {"a": 1}},
+    ],
+)
+def test_a_record_that_is_none_is_nobodys(tmp_path, trust, answer):
+    """Of a stage that is wanted: what one node says of it is no stage, so it is built here."""
+    node = Node("node", tmp_path, trust)
+    answer = {**answer, "kind": kind_of(node.store)}
+    with (
+        stores(tmp_path, "liar") as (store,),
+        serving(store, trust[0], node="liar", ops={"stage": lambda session, _said: session.wire.send(answer)}) as liar,
+    ):
+        node.transfer.meet([liar])
+        errand = Errand(node.transfer, "key", "repo", lambda *_: None)
+        try:
+            found = errand.look(node.transfer.peers())
+            assert not found or errand.bring(found) is None
+        finally:
+            errand.left()
+            node.close()
+
+
+def test_a_failure_with_a_log_that_nobody_printed_is_still_a_failure(tmp_path, trust):
+    node = Node("node", tmp_path, trust)
+
+    def claim(session, _said):
+        session.wire.send({"outcome": "failed", "holders": [], "message": "no such commit", "log": "\ud800 and \udcff"})
+
+    with stores(tmp_path, "liar") as (store,), serving(store, trust[0], node="liar", ops={"claim": claim}) as liar:
+        node.transfer.meet([liar])
+        errand = Errand(node.transfer, key_owned_by("liar", "node"), "repo", lambda *_: None)
+        try:
+            with pytest.raises(StageFailed, match="no such commit") as caught:
+                errand.begin()
+            assert b" and " in caught.value.log
+        finally:
+            errand.left()
+            node.close()
 
 
 def test_numbers_that_cannot_be_reckoned_with_do_not_end_the_spreading(tmp_path, trust, monkeypatch):
@@ -344,6 +460,31 @@ def test_a_question_that_is_none_is_refused_in_words(node, trust, said):
             while one.answer().get("wait"):
                 pass
         assert one.ask("stage", key="key")["record"] is None, "and the next is answered"
+
+
+def test_whatever_is_asked_is_answered_or_ends_its_connection_alone(node, trust):
+    """Two thousand questions of known names and odd contents."""
+    chance = random.Random(20261117)
+    odd = [None, True, 0, -1, 1 << 70, 0.5, float("nan"), "", "key", "../x", "\ud800", [], ["node"], {}, {"a": 1}, "x" * 5000]
+    names = ("key", "layer", "chunk", "not_at", "holders", "outcome", "message", "log", "from", "is_known", "wait", "error")
+    one, answered, ended = dialer(trust[1]).dial(node.peer), 0, 0
+    for _ in range(2000):
+        op = chance.choice([*(name for name in node.transfer._server._ops if name != "beat"), None, [], "op"])
+        try:
+            one.send({"op": op, **{name: chance.choice(odd) for name in chance.sample(names, chance.randint(0, 5))}})
+            while one.receive(waits_s=SOON_S).get("wait"):
+                pass
+            answered += 1
+        except PeerFault:
+            ended += 1
+            one.close()
+            one = dialer(trust[1]).dial(node.peer)
+    one.close()
+
+    assert ended == 0
+    assert answered == 2000
+    assert is_served(node, trust)
+    assert node.store.layers() == node.store.stages() == []
 
 
 @pytest.mark.parametrize("number", [-1, 1, 1 << 70, True, 0.0, None, "0", [0]])

@@ -96,6 +96,11 @@ class Ahead:
         except StageError as exc:
             _log.info("stage %s does not come ahead of demand: %s", order.key[:12], exc.message)
             return False
+        except (
+            Exception
+        ):  # told here: what one node said of it is no reason to bring nothing any more, nor to bring this one again and again
+            _log.exception("stage %s does not come ahead of demand", order.key[:12])
+            return False
         finally:
             self._errand = None
 

@@ -26,6 +26,7 @@ _ROUNDS = 4  # claims, each after nodes that were said to have it and gave nothi
 _ASKED_S = 3.0  # of a node that is to say what it has; a build is longer
 _GRACE_S = 0.02  # after the first who has it, for others to go on with if that one fails
 _AT_ONCE = 32  # nodes that are asked
+_LONGEST_MESSAGE, _LONGEST_LOG = 4000, 1 << 16  # of a failure, as it is told to others
 
 
 class Found(NamedTuple):
@@ -67,7 +68,7 @@ class Errand:
             if self.wires.stopped.is_set():
                 raise StageUnavailable(self._name, "the transfer was stopped")
             if verdict.outcome == "failed":
-                raise StageFailed(self._name, verdict.message, verdict.log.encode(errors="surrogateescape"))
+                raise StageFailed(self._name, verdict.message, _bytes_of(verdict.log))
             if verdict.outcome == "granted":
                 found = self.look(self._transfer.peers())
                 if not found:
@@ -179,7 +180,8 @@ class Errand:
 
     def failed(self, error: StageFailed) -> None:
         """Its recipe failed here, and would elsewhere: those who wait are told."""
-        self._say("done", outcome="failed", message=error.message, log=error.log.decode(errors="surrogateescape"))
+        log = error.log[-_LONGEST_LOG:].decode(errors="surrogateescape")
+        self._say("done", outcome="failed", message=error.message[:_LONGEST_MESSAGE], log=log)
         self.left()
 
     def left(self) -> None:
@@ -218,6 +220,14 @@ def _verdict(node: str, said: Mapping[str, Any]) -> Verdict:
     return Verdict(outcome, tuple(str(one) for one in holders), str(said.get("message")), str(said.get("log")))
 
 
+def _bytes_of(log: str) -> bytes:
+    """Of what was printed, whatever it was; and of what nobody can have printed, something like it."""
+    try:
+        return log.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return log.encode(errors="replace")
+
+
 def settle(transfer: Transfer, ticket: Ticket, op: str, said: Mapping[str, Any]) -> None:
     """What the holder of a claim says, at the owner."""
     holders = said.get("holders")
@@ -226,4 +236,4 @@ def settle(transfer: Transfer, ticket: Ticket, op: str, said: Mapping[str, Any])
     elif said.get("outcome") == "there":
         transfer.claims.there(ticket.key, [ticket.node])
     elif said.get("outcome") == "failed":
-        transfer.claims.failed(ticket, str(said.get("message"))[:4000], str(said.get("log"))[-65_536:])
+        transfer.claims.failed(ticket, str(said.get("message"))[:_LONGEST_MESSAGE], str(said.get("log"))[-_LONGEST_LOG:])
