@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,9 +62,8 @@ class _Followed:
 class Placing:
     """Leases over several nodes. Belongs to one event loop; the engines stay their makers' to close."""
 
-    def __init__(self, *, here: str | None = None, on_lost: Callable[[str, UntaxError], object] | None = None) -> None:
+    def __init__(self, *, here: str | None = None) -> None:
         self.views = Views(here=here, salt=secrets.token_hex(4))
-        self._on_lost = on_lost
         self._nodes: dict[str, _Followed] = {}
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
 
@@ -111,8 +110,6 @@ class Placing:
             except UntaxError as exc:
                 log.info("node %s: %s", node, exc)
                 self.views.lost(node, str(exc))
-                if self._on_lost is not None:
-                    self._on_lost(node, exc)
                 if not isinstance(exc, BackendError):
                     return  # closed, or not one for us
             await asyncio.sleep(delay_s)  # nothing tells when somebody begins to listen there

@@ -9,8 +9,9 @@ import pytest
 from tests.transfers import Node, contexts, meet
 
 import untax
+from untax.cluster.transfer import copy
 from untax.cluster.transfer.claims import Claims, owners
-from untax.core.errors import StageFailed, StageUnavailable, UsageError
+from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers import build
 from untax.layers.record import SNAPSHOT
 from untax.layers.store import StageRecord
@@ -266,17 +267,21 @@ async def test_what_is_only_on_one_machine_does_not_travel(nodes, repo, builds):
 # ---- snapshots ----
 
 
+async def copied(nodes, key):
+    """As a client has it done, who knows both nodes."""
+    (second,) = (peer for peer in nodes["one"].transfer.peers() if peer.node == "two")
+    await asyncio.to_thread(copy, nodes["three"].transfer.dialer, second, key, "one")
+
+
 async def test_a_snapshot_is_copied_to_a_second_node(nodes, repo):
     await nodes["one"].tree(repo)
     (record,) = nodes["one"].store.stages()
     saved = StageRecord("snap-0123", SNAPSHOT, None, record.adds, recipe={"spec": {"image": "x"}, "in_place": None, "stage_layers": 1})
     nodes["one"].store.put_stage(saved)
-    await asyncio.to_thread(nodes["one"].transfer.copy_to, "snap-0123", "two")
-    await asyncio.to_thread(nodes["one"].transfer.copy_to, "snap-0123", "two")
+    await copied(nodes, "snap-0123")
+    await copied(nodes, "snap-0123")
 
     assert nodes["two"].store.stage("snap-0123") == saved
     assert nodes["three"].store.stages() == []
-    with pytest.raises(UsageError, match="its nodes are three, two"):
-        nodes["one"].transfer.copy_to("snap-0123", "nobody")
     with pytest.raises(StageUnavailable, match="snap-9999"):
-        await asyncio.to_thread(nodes["one"].transfer.copy_to, "snap-9999", "two")
+        await copied(nodes, "snap-9999")

@@ -130,16 +130,6 @@ class Transfer:
 
     # ---- snapshots ----
 
-    def copy_to(self, key: str, node: str) -> None:
-        """Have another node bring a saved snapshot of ours, or a stage. Blocks until it is there."""
-        with self._guard:
-            peer = self._peers.get(node)
-        if peer is None:
-            raise UsageError(
-                f"there is no node {node!r} in the fleet that takes layers; its nodes are {', '.join(sorted(self._peers)) or 'this one alone'}"
-            )
-        copy(self.dialer, peer, key, self.node)
-
     def bring(self, key: str, node: str) -> None:
         """A saved snapshot, or a stage, from another node into this one's store. Blocks."""
         if self.store.stage(key) is not None:
