@@ -11,7 +11,7 @@ import threading
 import zlib
 
 import pytest
-from tests.transfers import MARKS, contexts, dialer, serving, stores
+from tests.transfers import MARKS, contexts, dialer, publish, serving, stores
 from tests.unit.layers.odd import furnish
 from tests.unit.layers.private import in_child, mount, on_tmpfs
 
@@ -28,26 +28,6 @@ from untax.layers.digest import attributes_hash, id_of_rows
 from untax.layers.store import LayerStore
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def trust(tmp_path_factory):
-    return contexts(tmp_path_factory.mktemp("trust"))
-
-
-@pytest.fixture
-def two(tmp_path):
-    with stores(tmp_path, "there", "here") as opened:
-        yield opened
-
-
-def publish(store, files):
-    with store.draft() as draft:
-        for name, data in files.items():
-            path = draft.tree / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        return draft.publish()
 
 
 def bulky(store, large_mib=20):

@@ -215,13 +215,13 @@ class _Crew:
             if wire is not None:
                 self._fill(wire)
                 return
-            try:
-                more = self._fetch.dialer.dial(self._peer)
-            except PeerFault as exc:
-                _log.debug("%s: one connection fewer: %s", self._layer_id[:19], exc)
-                return
-            with self._fetch.wires.holding(more) as own:
-                own.ask("layer", layer=self._layer_id, is_known=True)
+            with contextlib.ExitStack() as stack:
+                try:
+                    own = stack.enter_context(self._fetch.wires.holding(self._fetch.dialer.dial(self._peer)))
+                    own.ask("layer", layer=self._layer_id, is_known=True)
+                except PeerFault as exc:  # nothing was asked of it yet; should the node be gone, the first one learns it too
+                    _log.debug("%s: one connection fewer: %s", self._layer_id[:19], exc)
+                    return
                 self._fill(own)
         except BaseException as exc:  # told by `run`, in the thread that waits for all
             with self._guard:
