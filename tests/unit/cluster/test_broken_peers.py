@@ -118,6 +118,26 @@ def test_numbers_that_cannot_be_reckoned_with_do_not_end_the_spreading(tmp_path,
         two.close()
 
 
+def test_a_stage_that_was_said_to_be_small_evicts_nothing_when_it_comes_ahead_of_demand(tmp_path, trust):
+    """Nor does it come for free: what it takes is counted, not what was said."""
+    one, two = Node("one", tmp_path, trust), Node("two", tmp_path, trust)
+    for node, key, mib in ((two, "kept", 2), (one, "large", 4), (one, "small", 1)):
+        layer = publish(node.store, {"file": os.urandom(mib << 20)})
+        node.store.put_stage(StageRecord(key, "deps", None, (layer.id,), cost_s=1.0))
+    one.transfer._server._ops["hot"] = lambda session, _said: session.wire.send(
+        {"hot": [Heat(key, "one", None, "deps", 9.0, 1, 1.0).to_data() for key in ("large", "small")]}
+    )
+    two.store.budget_bytes = 5 << 20
+    meet([one, two])
+    came = {order.key: two.transfer.ahead.bring(order) for order in two.transfer.ahead.look()}
+
+    assert came == {"large": False, "small": True}
+    assert {record.key for record in two.store.stages()} == {"kept", "small"}
+    assert two.transfer.ahead._brought["small"] >= 1 << 20
+    one.close()
+    two.close()
+
+
 @pytest.mark.parametrize("holders", [7, None, {"a": 1}, "one"])
 @pytest.mark.parametrize("outcome", ["granted", "there", "perhaps", None, ["there"]])
 def test_an_owner_that_answers_nonsense_is_passed_over(tmp_path, trust, outcome, holders):

@@ -162,6 +162,8 @@ class Fetch:
     def _require_room(self, wanted: int) -> None:
         short = self.store.shortage_bytes(wanted)
         if short > 0:
+            if self.throttle.is_patient:  # it may have been said to be smaller
+                raise StageUnavailable("layer", f"{short} bytes short of a layer that nobody waits for, and nothing goes for one of those")
             # What all of the store together has no room for evicts nothing of it.
             there = sum(layer.bytes for layer in self.store.layers()) + sum(spare.bytes for spare in self.store.spares())
             if short <= there:
