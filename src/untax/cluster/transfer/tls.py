@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import ssl
+import time
 
 _STEP = 256 << 10  # bytes that the kernel is asked for, or given, at a time: 16 records
 
@@ -48,17 +49,21 @@ class TlsStream:
                 self._flush()
         self._flush()
 
-    def recv_into(self, view: memoryview) -> int:
-        """At least one byte; 0 at the end."""
-        while True:
+    def read_into(self, view: memoryview, until: float | None) -> int:
+        """Fill it. Gives how much came, which is less at the end, and when it is later than `until` by the monotonic clock."""
+        read, at, size = self._tls.read, 0, len(view)
+        while at < size:
             try:
-                # With somewhere to put it, how much it was is what it gives; typeshed says otherwise.
-                return self._tls.read(len(view), view)  # type: ignore[return-value]
+                # A record at most. With somewhere to put it, how much it was is what it gives; typeshed says otherwise.
+                at += read(size - at, view[at:])  # type: ignore[operator]
             except ssl.SSLWantReadError:
+                if until is not None and time.monotonic() > until:
+                    break
                 self._flush()  # a new key may have to be confirmed
                 self._fill()
             except ssl.SSLZeroReturnError:
-                return 0
+                break
+        return at
 
     def cut(self) -> None:
         """From any thread: whoever waits on it is told of its end."""

@@ -107,15 +107,13 @@ class Wire:
     def read_into(self, view: memoryview, *, within_s: float | None) -> None:
         """Fill it. Who sends so slowly that it takes longer than `within_s` is cut off."""
         until = None if within_s is None else time.monotonic() + within_s
-        at, size = 0, len(view)
         with self._faults():
-            while at < size:
-                got = self._stream.recv_into(view[at:])
-                if got == 0:
-                    raise PeerFault(f"{self.who}: the connection ended")
-                at += got
-                if until is not None and time.monotonic() > until and at < size:
-                    raise PeerFault(f"{self.who}: {at} of {size} bytes in {within_s:.0f} s")
+            came = self._stream.read_into(view, until)
+        if came == len(view):
+            return
+        if until is not None and time.monotonic() > until:
+            raise PeerFault(f"{self.who}: {came} of {len(view)} bytes in {within_s:.0f} s")
+        raise PeerFault(f"{self.who}: the connection ended")
 
     def cut(self) -> None:
         """From any thread: whoever waits on it is told of its end."""
