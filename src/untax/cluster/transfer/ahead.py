@@ -92,6 +92,7 @@ class Ahead:
             if record is not None and record.name in LADDER and self._transfer.store.stage(order.key) is None:
                 self._transfer.store.put_stage(record)
                 self._brought[order.key] = order.bytes
+                self._transfer.arrived([order.key])
             return record is not None
         except StageError as exc:
             _log.info("stage %s does not come ahead of demand: %s", order.key[:12], exc.message)
