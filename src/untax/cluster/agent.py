@@ -111,6 +111,10 @@ class Agent:
     def leases(self) -> int:
         return 0 if self._hosting is None else self._hosting.leases
 
+    @property
+    def is_draining(self) -> bool:
+        return self._hosting is not None and self._hosting.is_draining
+
     def drain(self) -> None:
         """No new leases from here on."""
         if self._hosting is not None:
