@@ -29,16 +29,16 @@ _RANKED = 16  # nodes, up to which they are ranked as in a real fleet: about 10 
 class Reach(Costs):
     """What putting a stage in place costs a node that lacks it: to fetch it, where another has it."""
 
-    def __init__(self, learnt: Costs, copies: Mapping[str, int]) -> None:
-        self.learnt = learnt
+    def __init__(self, measured: Costs, copies: Mapping[str, int]) -> None:
+        self.measured = measured
         self._copies = copies
 
     def of(self, operation: Operation) -> float:
-        return self.learnt.of(operation)
+        return self.measured.of(operation)
 
     def of_stage(self, stage: Stage) -> float:
         is_coming = stage.is_portable and self._copies.get(stage.key, 0) > 0
-        return self.learnt.of_fetch(stage) if is_coming else self.learnt.of_stage(stage)
+        return self.measured.of_fetch(stage) if is_coming else self.measured.of_stage(stage)
 
 
 class Policy(Protocol):
@@ -202,7 +202,7 @@ class RankedNodes(NodeFirst):
 
     def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
         super().__init__(nodes, costs, draws)
-        self._views = [real.NodeView(node_name(number), costs=costs.learnt, most_starting=_SHARES) for number in range(nodes)]
+        self._views = [real.NodeView(node_name(number), costs=costs.measured, most_starting=_SHARES) for number in range(nodes)]
         self._numbers = {view.node: number for number, view in enumerate(self._views)}
         self._key_of: dict[str, str] = {}
 
