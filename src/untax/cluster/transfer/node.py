@@ -228,7 +228,8 @@ def copy(dialer: Dialer, to: Peer, key: str, source: str) -> None:
     """Ask a node to bring something from another; returns when it is there. `StageUnavailable` in that node's words."""
     try:
         with dialer.dial(to) as wire:
-            wire.ask("bring", key=key, **{"from": source})
+            wire.send({"op": "bring", "key": key, "from": source})
+            wire.answer()
     except Refused as exc:
         raise StageUnavailable(SNAPSHOT, f"it was not copied: {exc}") from None
     except PeerFault as exc:
