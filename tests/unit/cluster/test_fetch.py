@@ -13,7 +13,7 @@ import zlib
 import pytest
 from tests.transfers import MARKS, contexts, dialer, publish, serving, stores
 from tests.unit.layers.odd import furnish
-from tests.unit.layers.private import in_child, mount, on_tmpfs
+from tests.unit.layers.private import die_at, in_child, mount, on_tmpfs
 
 from untax._remove import remove_tree
 from untax.cluster.transfer import fetch as fetch_module
@@ -234,20 +234,8 @@ def test_kill_9_at_every_step_leaves_a_whole_store(two, trust):
 
 
 def fetch_and_die(root, context, peer, layer_id, step):
-    left = [step]
-
-    def dying(call):
-        def wrapped(*args, **kwargs):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return call(*args, **kwargs)
-
-        return wrapped
-
     store = LayerStore(root, marks=MARKS)
-    for name in STEPS:
-        setattr(os, name, dying(getattr(os, name)))
+    die_at(step, STEPS)
     Fetch(store, dialer(context), connections=1).layer(layer_id, [peer])
 
 

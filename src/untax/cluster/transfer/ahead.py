@@ -93,6 +93,7 @@ class Ahead:
                 self._transfer.store.put_stage(record)
                 # What it takes, and not what it was said to take.
                 self._brought[order.key] = sum(self._transfer.store.layer(layer_id).bytes for layer_id in record.adds)
+                self._transfer.arrived([order.key])
             return record is not None
         except StageError as exc:
             _log.info("stage %s does not come ahead of demand: %s", order.key[:12], exc.message)

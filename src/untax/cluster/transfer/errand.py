@@ -54,6 +54,8 @@ class Errand:
         self._open = contextlib.ExitStack()
         self.reasons: list[str] = []
         """Why nodes that were asked for it gave nothing, for people."""
+        self.fetch_s = 0.0
+        """What `begin` took since it was said who has it."""
 
     # ---- before ----
 
@@ -65,6 +67,7 @@ class Errand:
         tried: set[str] = set()
         for _ in range(_ROUNDS):
             verdict = self._claim(tried)
+            began_s = time.monotonic()
             if self.wires.stopped.is_set():
                 raise StageUnavailable(self._name, "the transfer was stopped")
             if verdict.outcome == "failed":
@@ -74,10 +77,13 @@ class Errand:
                 if not found:
                     return None
                 self._say("there", holders=[one.peer.node for one in found])
-                return self.bring(found)
+                record = self.bring(found)
+                self.fetch_s = time.monotonic() - began_s
+                return record
             found = self.look([peer for peer in self._transfer.peers() if peer.node in verdict.holders])
             record = self.bring(found) if found else None
             if record is not None:
+                self.fetch_s = time.monotonic() - began_s
                 return record
             tried.update(verdict.holders)
             self.left()
