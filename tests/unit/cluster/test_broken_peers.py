@@ -371,7 +371,7 @@ def test_who_was_answered_at_once_may_be_silent_afterwards(node, trust, monkeypa
     """Being told of an answer that was sent already is no reason to wait for the next question in a thread, and to lose patience there."""
     monkeypatch.setattr(wire, "SILENCE_S", 0.3)
     with dialer(trust[1]).dial(node.peer) as one:
-        assert one.ask("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert one.ask("claim", key="key", not_at=[], waits_s=SOON_S)["outcome"] == "granted"
         (session,) = node.transfer._server._sessions
         session.ring()
         with pytest.raises(PeerFault, match="timed out"):
