@@ -1,4 +1,4 @@
-"""Ray's part of a fleet: who keeps it, and the actor that holds each node's agent.
+"""Ray's part of a fleet: who keeps it.
 
 The *keeper* is one named actor. It sees to it that every node that lives has an agent and tells clients who is in the fleet. It is asked when a client joins
 and then tells of changes; no lease and no action waits for it, and while it is away everything goes on with what is known.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -18,112 +18,51 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
-from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.agent import Plan, Post
+from untax.cluster.resident import AGAIN_S, LOOK_S, NAMESPACE, NodeActor, keeper_name, node_actor_name, until_failed
+from untax.cluster.scaler import Scaler
+from untax.cluster.scaling import Load, Resources
 from untax.cluster.terms import Member, Refusal, Roll, Ticket, skew_trouble, version_trouble
 from untax.cluster.trust import Trust
-from untax.core.errors import UntaxError
 from untax.remote.engine import RemoteSubstrate
 
 log = logging.getLogger("untax.cluster")
 
-NAMESPACE = "untax"
-"""Ray's, in which the actors have their names."""
+__all__ = ["NAMESPACE", "Keeper", "NodeActor", "keeper_name", "node_actor_name"]
 
-_LOOK_S = 1.0
-_AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
 _END_S = 30.0  # for an agent to give everything back
+HEAD = "node:__internal_head__"
+"""The resource by which Ray marks the head."""
 _CALLS = 10_000  # at once: every client waits for changes
-
-
-def keeper_name(fleet: str) -> str:
-    return f"untax:{fleet}"
-
-
-def node_actor_name(fleet: str, node_id: str) -> str:
-    return f"untax:{fleet}:{node_id}"
-
-
-class NodeActor:
-    """Holds the agent of the node that it runs on. It ends by itself when whoever keeps the fleet is no more."""
-
-    def __init__(self, fleet: str) -> None:
-        self._fleet = fleet
-        self._agent: Agent | None = None
-        self._starting = asyncio.Lock()
-        self._ending: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
-
-    async def version(self) -> tuple[str, float]:
-        """Of untax here, and what this node's clock reads."""
-        return untax.__version__, time.time()
-
-    async def begin(self, plan: Plan, post: Post) -> dict[str, Any]:
-        """The member, or why there is none. Asked twice, what there is."""
-        async with self._starting:
-            if self._agent is None:
-                _take_priority()
-                agent = Agent(plan, post)
-                try:
-                    await agent.start()
-                except (UntaxError, OSError) as exc:
-                    return {"refused": f"{type(exc).__name__}: {exc}"}
-                self._agent = agent
-                self._watching = asyncio.ensure_future(self._watch_keeper())
-        assert self._agent.member is not None
-        return {"member": self._agent.member.to_data()}
-
-    async def meet(self, roll: str) -> None:
-        """Who is in the fleet from here on."""
-        if self._agent is not None:
-            self._agent.meet(Roll.from_json(roll).members)
-
-    async def forever(self) -> None:
-        """Returns only by failing, with the actor's death."""
-        await asyncio.Event().wait()
-
-    async def drain(self) -> None:
-        """No new leases; returns once the last one is over."""
-        if self._agent is not None:
-            self._agent.drain()
-            await self._agent.wait_idle()
-
-    async def leases(self) -> int:
-        return 0 if self._agent is None else self._agent.leases
-
-    async def end(self) -> None:
-        """Give everything back. The actor itself is its caller's to kill."""
-        async with self._starting:  # an agent that is about to be there would be left
-            if self._watching is not None:
-                self._watching.cancel()
-            await asyncio.shield(self._end())
-
-    def _end(self) -> asyncio.Task[None]:
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(_closed(self._agent))
-        return self._ending
-
-    async def _watch_keeper(self) -> None:
-        """Until it is no more and nobody starts it again: then this agent is nobody's."""
-        await _until_dead(keeper_name(self._fleet))
-        log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
-        await asyncio.shield(self._end())
-        ray.kill(ray.get_runtime_context().current_actor)
 
 
 class _Node:
     """A node that lives, and what was made of it."""
 
-    def __init__(self, node_id: str, name: str, address: str) -> None:
-        self.node_id = node_id
-        self.name = name
-        self.address = address
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        """As Ray lists it."""
+        self.node_id = str(said["NodeID"])
+        self.address = str(said["NodeManagerAddress"])
+        self.name = str(said.get("NodeName") or self.address)
+        self.resources: Resources = dict(said.get("Resources") or {})
+        self.is_head = HEAD in self.resources
         self.actor: Any = None
         self.member: Member | None = None
         self.refused: str | None = None
         self.is_draining = False
+        self.is_resting = False
+        """Whether it was drained for want of use, and not because somebody said so."""
+        self.is_waking = False
+        self.load: Load | None = None
+        self.idle_since_s: float | None = None
         self.tending: asyncio.Task[None] | None = None
+        self.resting: asyncio.Task[None] | None = None
         self.tried = asyncio.Event()
         """Set once it is known whether there is an agent."""
+
+    @property
+    def is_coming(self) -> bool:
+        return self.load is None and (self.is_waking or (self.refused is None and not self.is_draining))
 
 
 class Keeper:
@@ -139,8 +78,15 @@ class Keeper:
         self._changed = asyncio.Event()
         self._is_ending = False
         self._first = asyncio.Event()
-        self._looking = asyncio.ensure_future(self._look())
-        self._spreading = asyncio.ensure_future(self._spread())
+        self._scaler = Scaler(
+            plan.scaling,
+            self._nodes.values,
+            rest=self._rest,
+            wake=self._wake,
+            told=self._tell,
+            may_have_asked=_is_restarted(),
+        )
+        self._chores = [asyncio.ensure_future(one) for one in (self._look(), self._spread(), self._scaler.run())]
 
     # ---- for clients ----
 
@@ -174,6 +120,7 @@ class Keeper:
             "is_lasting": self._is_lasting,
             "members": [one.to_data() for one in roll.members],
             "refusals": [one.to_data() for one in roll.refusals],
+            "wanted": roll.wanted,
         }
 
     async def drain(self, node: str, *, wait: bool = True) -> str:
@@ -181,10 +128,8 @@ class Keeper:
         found = self._named(node)
         if isinstance(found, str):
             return found
-        found.is_draining = True
-        if found.member is not None:
-            found.member = found.member.drained()
-        self._tell()
+        found.is_resting = False
+        self._drain(found)
         draining = asyncio.ensure_future(self._drained(found))
         if wait:
             await asyncio.shield(draining)
@@ -193,13 +138,13 @@ class Keeper:
     async def down(self) -> None:
         """End every agent, and what they hold. The keeper itself is its caller's to kill."""
         self._is_ending = True
-        self._looking.cancel()
-        self._spreading.cancel()
+        for chore in self._chores:
+            chore.cancel()
         nodes = list(self._nodes.values())
         for node in nodes:
             if node.tending is not None:
                 node.tending.cancel()
-        await asyncio.gather(*(self._ended(node) for node in nodes), return_exceptions=True)
+        await asyncio.gather(self._scaler.close(), *(self._ended(node) for node in nodes), return_exceptions=True)
         self._nodes.clear()
         self._tell()
 
@@ -212,11 +157,11 @@ class Keeper:
                 alive = {one["NodeID"]: one for one in await asyncio.to_thread(ray.nodes) if one["Alive"]}
             except Exception as exc:  # Ray's head is away: what is there goes on
                 log.warning("the nodes of the cluster are not known at the moment: %s", exc)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(LOOK_S)
                 continue
             for node_id, said in alive.items():
                 if node_id not in self._nodes:
-                    node = self._nodes[node_id] = _Node(node_id, str(said.get("NodeName") or said["NodeManagerAddress"]), str(said["NodeManagerAddress"]))  # fmt: skip
+                    node = self._nodes[node_id] = _Node(said)
                     node.tending = asyncio.ensure_future(self._tend(node))
             for node_id in [one for one in self._nodes if one not in alive]:
                 self._gone(self._nodes[node_id])
@@ -224,7 +169,7 @@ class Keeper:
                 await asyncio.gather(*(node.tried.wait() for node in list(self._nodes.values())))
                 self._first.set()
                 self._tell()
-            await asyncio.sleep(_LOOK_S)  # Ray has no public way to be told
+            await asyncio.sleep(LOOK_S)  # Ray has no public way to be told
 
     async def _tend(self, node: _Node) -> None:
         """See to it that it has an agent, for as long as it lives."""
@@ -234,13 +179,26 @@ class Keeper:
             node.tried.set()
             self._tell()
             if reason is None:
-                await _until_failed(node.actor)
+                await self._listen(node)
                 log.warning("the agent of node %s has ended", node.name)
                 node.member = None
                 self._tell()
             else:
                 log.warning("node %s is not in the fleet: %s", node.name, reason)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
+
+    async def _listen(self, node: _Node) -> None:
+        """Hear what it has to do, until its agent has ended."""
+        known: Load | None = None
+        try:
+            while True:
+                known = await node.actor.load.remote(known)
+                self._scaler.changed(node, None if node.is_draining else known)
+        except RayError as exc:
+            log.debug("node %s says no more: %s", node.name, exc)
+        finally:
+            self._scaler.changed(node, None)
+        await until_failed(node.actor)
 
     async def _try(self, node: _Node) -> str | None:
         """Why there is no agent, or None."""
@@ -291,6 +249,37 @@ class Keeper:
         node.tried.set()
         self._tell()
 
+    def _drain(self, node: _Node) -> None:
+        node.is_draining = True
+        self._scaler.changed(node, None)
+        if node.member is not None:
+            node.member = node.member.drained()
+        self._tell()
+
+    async def _rest(self, node: _Node) -> float:
+        """Have it drained if nobody has needed it for long enough: 0 then, and else in how long it can be."""
+        assert self._plan.scaling.idle_s is not None
+        try:
+            left_s = float(await node.actor.rest.remote(self._plan.scaling.idle_s))
+        except RayError:
+            return self._plan.scaling.idle_s
+        if left_s <= 0:
+            node.is_resting = True
+            self._drain(node)
+            node.resting = asyncio.ensure_future(self._drained(node))
+        return left_s
+
+    def _wake(self, node: _Node) -> None:
+        """Take it in again, once it is quite out."""
+        before = [one for one in (node.tending, node.resting) if one is not None]
+        node.is_resting, node.is_waking = False, True
+        node.tending = asyncio.ensure_future(self._woken(node, before))
+
+    async def _woken(self, node: _Node, before: list[asyncio.Task[None]]) -> None:
+        await asyncio.wait(before)
+        node.is_draining, node.is_waking, node.refused = False, False, None
+        await self._tend(node)
+
     async def _drained(self, node: _Node) -> None:
         if node.actor is not None:
             try:
@@ -298,7 +287,10 @@ class Keeper:
             except RayError as exc:
                 log.warning("node %s ended while it was drained: %s", node.name, exc)
         await self._ended(node)
-        node.member, node.refused = None, "it was drained"
+        node.member, node.refused = (
+            None,
+            "it rests: nobody needed it; it is woken when somebody waits" if node.is_resting else "it was drained",
+        )
         self._tell()
 
     async def _ended(self, node: _Node) -> None:
@@ -338,6 +330,7 @@ class Keeper:
             self._version,
             tuple(node.member for node in nodes if node.member is not None),
             tuple(Refusal(node.node_id, node.name, node.refused) for node in nodes if node.refused is not None),
+            self._scaler.wanted,
         )
 
     def _tell(self) -> None:
@@ -346,14 +339,13 @@ class Keeper:
         self._changed = asyncio.Event()
 
 
-def _take_priority() -> None:
-    """That of the node's own processes: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
+def _is_restarted() -> bool:
+    """Whether there was one before this, of which nobody knows what it did."""
     try:
-        usual = os.getpriority(os.PRIO_PROCESS, os.getppid())
-        for thread in os.listdir("/proc/self/task"):  # each has its own
-            os.setpriority(os.PRIO_PROCESS, int(thread), usual)
-    except OSError as exc:
-        log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    except Exception as exc:  # Ray's head is away
+        log.debug("%s", exc)
+        return True
 
 
 async def _told(actor: Any, roll: str) -> None:
@@ -361,33 +353,6 @@ async def _told(actor: Any, roll: str) -> None:
         await actor.meet.remote(roll)
     except RayError as exc:
         log.debug("an agent was not told who is in the fleet: %s", exc)
-
-
-async def _closed(agent: Agent | None) -> None:
-    if agent is not None:
-        await agent.aclose()
-
-
-async def _until_failed(actor: Any) -> None:
-    try:
-        await actor.forever.remote()
-    except RayError:
-        pass
-
-
-async def _until_dead(name: str) -> None:
-    """Return once no actor has this name any more; one that is started again is the same."""
-    while True:
-        try:
-            actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
-        except ValueError:
-            return
-        except Exception as exc:  # Ray's head is away
-            log.debug("%s: %s", name, exc)
-            await asyncio.sleep(_AGAIN_S)
-            continue
-        await _until_failed(actor)
-        await asyncio.sleep(_LOOK_S)  # a restart takes longer
 
 
 def _words(exc: RayError) -> str:

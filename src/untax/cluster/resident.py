@@ -1,0 +1,160 @@
+"""The actor that holds a node's agent. It ends by itself when whoever keeps the fleet is no more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+import untax
+from untax.cluster import autoscaler
+from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.scaling import Load
+from untax.cluster.terms import Roll
+from untax.core.errors import UntaxError
+
+log = logging.getLogger("untax.cluster")
+
+NAMESPACE = "untax"
+"""Ray's, in which the actors have their names."""
+
+LOOK_S = 1.0
+AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
+
+
+def keeper_name(fleet: str) -> str:
+    return f"untax:{fleet}"
+
+
+def node_actor_name(fleet: str, node_id: str) -> str:
+    return f"untax:{fleet}:{node_id}"
+
+
+class NodeActor:
+    """On the node that it is for. While it is there the node is busy to Ray's autoscaler, whatever its agent has to do."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet = fleet
+        self._agent: Agent | None = None
+        self._starting = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._has_asked = False
+        """Whether Ray's autoscaler was asked for more nodes, as last told."""
+
+    async def version(self) -> tuple[str, float]:
+        """Of untax here, and what this node's clock reads."""
+        return untax.__version__, time.time()
+
+    async def begin(self, plan: Plan, post: Post) -> dict[str, Any]:
+        """The member, or why there is none. Asked twice, what there is."""
+        async with self._starting:
+            if self._agent is None:
+                _take_priority()
+                agent = Agent(plan, post)
+                try:
+                    await agent.start()
+                except (UntaxError, OSError) as exc:
+                    return {"refused": f"{type(exc).__name__}: {exc}"}
+                self._agent = agent
+                self._watching = asyncio.ensure_future(self._watch_keeper())
+        assert self._agent.member is not None
+        return {"member": self._agent.member.to_data()}
+
+    async def meet(self, roll: str) -> None:
+        """Who is in the fleet from here on."""
+        said = Roll.from_json(roll)
+        self._has_asked = said.wanted > 0
+        if self._agent is not None:
+            self._agent.meet(said.members)
+
+    async def forever(self) -> None:
+        """Returns only by failing, with the actor's death."""
+        await asyncio.Event().wait()
+
+    async def drain(self) -> None:
+        """No new leases; returns once the last one is over."""
+        if self._agent is not None:
+            self._agent.drain()
+            await self._agent.wait_idle()
+
+    async def leases(self) -> int:
+        return 0 if self._agent is None else self._agent.leases
+
+    async def load(self, known: Load | None) -> Load:
+        """What the node has to do, once that is not what is known."""
+        assert self._agent is not None
+        return await self._agent.gauge.wait_news(known)
+
+    async def rest(self, idle_s: float) -> float:
+        """No new leases, if nobody has needed the node for so long: 0 then, and else for how much longer that has to be so."""
+        if self._agent is None:
+            return idle_s
+        left_s = idle_s - self._agent.gauge.idle_s if not self._agent.leases else idle_s
+        if left_s > 0:
+            return left_s
+        self._agent.drain()
+        return 0.0
+
+    async def end(self) -> None:
+        """Give everything back. The actor itself is its caller's to kill."""
+        async with self._starting:  # an agent that is about to be there would be left
+            if self._watching is not None:
+                self._watching.cancel()
+            await asyncio.shield(self._end())
+
+    def _end(self) -> asyncio.Task[None]:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_closed(self._agent))
+        return self._ending
+
+    async def _watch_keeper(self) -> None:
+        """Until it is no more and nobody starts it again: then this agent is nobody's."""
+        await _until_dead(keeper_name(self._fleet))
+        log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
+        if self._has_asked:
+            await autoscaler.ask([])
+        await asyncio.shield(self._end())
+        ray.kill(ray.get_runtime_context().current_actor)
+
+
+def _take_priority() -> None:
+    """That of the node's own processes: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
+    try:
+        usual = os.getpriority(os.PRIO_PROCESS, os.getppid())
+        for thread in os.listdir("/proc/self/task"):  # each has its own
+            os.setpriority(os.PRIO_PROCESS, int(thread), usual)
+    except OSError as exc:
+        log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
+
+
+async def _closed(agent: Agent | None) -> None:
+    if agent is not None:
+        await agent.aclose()
+
+
+async def until_failed(actor: Any) -> None:
+    try:
+        await actor.forever.remote()
+    except RayError:
+        pass
+
+
+async def _until_dead(name: str) -> None:
+    """Return once no actor has this name any more; one that is started again is the same."""
+    while True:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+        except ValueError:
+            return
+        except Exception as exc:  # Ray's head is away
+            log.debug("%s: %s", name, exc)
+            await asyncio.sleep(AGAIN_S)
+            continue
+        await until_failed(actor)
+        await asyncio.sleep(LOOK_S)  # a restart takes longer
