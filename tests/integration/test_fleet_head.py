@@ -46,7 +46,8 @@ def agents(fleet):
     """The processes that hold the nodes' agents, as the head knows them."""
     import ray
 
-    found = [ray.get_actor(actors.node_actor_name(fleet.name, one.node_id), actors.NAMESPACE) for one in fleet.members]
+    names = [actors.node_actor_name(fleet.name, fleet._ticket.instance, one.node_id) for one in fleet.members]
+    found = [ray.get_actor(name, actors.NAMESPACE) for name in names]
     return ray.get([one.__ray_call__.remote(lambda self: os.getpid()) for one in found])
 
 
@@ -74,7 +75,7 @@ async def test_sandboxes_channels_and_leases_go_on_without_the_head_and_it_finds
                 assert (await box.shell("echo whole > go")).exit_code == 0
             assert [one.stdout for one in await asyncio.gather(*running)] == [b"whole\n"] * 2
             assert await asyncio.to_thread(agents, fleet) == pids  # they are the same
-            assert len((await fleet._asked(fleet._keeper.status.remote()))["members"]) == 2
+            assert await fleet._asked(fleet._keeper.instance.remote()) == fleet._ticket.instance
             joined = await asyncio.to_thread(cluster.add)
             await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
             async with untax.Fleet.from_ticket(fleet.ticket()) as late, late.lease() as box:

@@ -50,8 +50,8 @@ def elsewhere(fleet):
 async def leases_there(fleet):
     import ray
 
-    node_id = elsewhere(fleet).member.node_id
-    return await ray.get_actor(actors.node_actor_name(fleet.name, node_id), actors.NAMESPACE).leases.remote()
+    name = actors.node_actor_name(fleet.name, fleet._ticket.instance, elsewhere(fleet).member.node_id)
+    return await ray.get_actor(name, actors.NAMESPACE).__ray_call__.remote(lambda self: self._agent.leases)
 
 
 async def test_a_connection_that_breaks_is_taken_up_again_within_the_lease(fleet):

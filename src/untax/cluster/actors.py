@@ -8,61 +8,40 @@ Nodes that join are looked for, since Ray tells nobody of them; deaths are told 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
+from untax.cluster import autoscaler, drains
 from untax.cluster.agent import Plan, Post
-from untax.cluster.resident import AGAIN_S, LOOK_S, NAMESPACE, NodeActor, keeper_name, node_actor_name, until_failed
+from untax.cluster.known import Node
+from untax.cluster.resident import AGAIN_S, END_S, LOOK_S, NAMESPACE, NodeActor, is_forerunner, keeper_name, node_actor_name, until_failed
 from untax.cluster.scaler import Scaler
-from untax.cluster.scaling import Load, Resources
-from untax.cluster.terms import Member, Refusal, Roll, Ticket, skew_trouble, version_trouble
+from untax.cluster.scaling import Load
+from untax.cluster.terms import Member, Refusal, Roll, Ticket, instance_of, named, skew_trouble, version_trouble
 from untax.cluster.trust import Trust
+from untax.core.errors import UsageError
 from untax.remote.engine import RemoteSubstrate
 
 log = logging.getLogger("untax.cluster")
 
+T = TypeVar("T")
+
 __all__ = ["NAMESPACE", "Keeper", "NodeActor", "keeper_name", "node_actor_name"]
 
-_END_S = 30.0  # for an agent to give everything back
-HEAD = "node:__internal_head__"
-"""The resource by which Ray marks the head."""
+_ANSWER_S = 60.0  # for an actor to be there and to answer: Ray starts a process for it
+_BEGIN_S = 60.0  # for an agent to start
+_SETTLE_S = 20.0  # for the first look at all nodes, where some are in the fleet already
+_TELL_S = 5.0  # for an agent to hear who else there is, before the others hear of the next change
 _CALLS = 10_000  # at once: every client waits for changes
-
-
-class _Node:
-    """A node that lives, and what was made of it."""
-
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        """As Ray lists it."""
-        self.node_id = str(said["NodeID"])
-        self.address = str(said["NodeManagerAddress"])
-        self.name = str(said.get("NodeName") or self.address)
-        self.resources: Resources = dict(said.get("Resources") or {})
-        self.is_head = HEAD in self.resources
-        self.actor: Any = None
-        self.member: Member | None = None
-        self.refused: str | None = None
-        self.is_draining = False
-        self.is_resting = False
-        """Whether it was drained for want of use, and not because somebody said so."""
-        self.is_waking = False
-        self.load: Load | None = None
-        self.idle_since_s: float | None = None
-        self.tending: asyncio.Task[None] | None = None
-        self.resting: asyncio.Task[None] | None = None
-        self.tried = asyncio.Event()
-        """Set once it is known whether there is an agent."""
-
-    @property
-    def is_coming(self) -> bool:
-        return self.load is None and (self.is_waking or (self.refused is None and not self.is_draining))
+_RESTS = "it rests: nobody needed it; it is woken when leases wait"
 
 
 class Keeper:
@@ -71,19 +50,24 @@ class Keeper:
     def __init__(self, plan: Plan, trust: Trust, ray_address: str, *, is_lasting: bool) -> None:
         self._plan = plan
         self._trust = trust
+        self._instance = instance_of(trust.authority.certificate)
         self._ray_address = ray_address
         self._is_lasting = is_lasting
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Node] = {}
         self._version = 0
         self._changed = asyncio.Event()
         self._is_ending = False
         self._first = asyncio.Event()
+        self._drains: set[str] | None = None
+        """Ids of nodes that were drained, by whoever kept the fleet before this as well; None until that is known."""
+        self._settling: asyncio.Task[None] | None = None
         self._scaler = Scaler(
             plan.scaling,
             self._nodes.values,
             rest=self._rest,
             wake=self._wake,
             told=self._tell,
+            ask=autoscaler.ask,
             may_have_asked=_is_restarted(),
         )
         self._chores = [asyncio.ensure_future(one) for one in (self._look(), self._spread(), self._scaler.run())]
@@ -112,22 +96,17 @@ class Keeper:
         """Returns only by failing, with the keeper's death."""
         await asyncio.Event().wait()
 
-    async def status(self) -> dict[str, Any]:
-        roll = self._roll()
-        return {
-            "fleet": self._plan.name,
-            "version": untax.__version__,
-            "is_lasting": self._is_lasting,
-            "members": [one.to_data() for one in roll.members],
-            "refusals": [one.to_data() for one in roll.refusals],
-            "wanted": roll.wanted,
-        }
+    async def instance(self) -> str:
+        """Which fleet of this name it is: one that was taken down, and one that was brought up later, are two."""
+        return self._instance
 
     async def drain(self, node: str, *, wait: bool = True) -> str:
         """No new leases on the node that has this id (or a beginning of it), name or address; once the last is over, its agent ends."""
-        found = self._named(node)
-        if isinstance(found, str):
-            return found
+        try:
+            found = named(self._nodes.values(), node)
+        except UsageError as exc:
+            return str(exc)
+        await self._note_drain(found)
         found.is_resting = False
         self._drain(found)
         draining = asyncio.ensure_future(self._drained(found))
@@ -138,13 +117,14 @@ class Keeper:
     async def down(self) -> None:
         """End every agent, and what they hold. The keeper itself is its caller's to kill."""
         self._is_ending = True
-        for chore in self._chores:
-            chore.cancel()
+        for task in (*self._chores, self._settling):
+            if task is not None:
+                task.cancel()
         nodes = list(self._nodes.values())
         for node in nodes:
             if node.tending is not None:
                 node.tending.cancel()
-        await asyncio.gather(self._scaler.close(), *(self._ended(node) for node in nodes), return_exceptions=True)
+        await asyncio.gather(self._forget_drains(), self._scaler.close(), *(self._ended(node) for node in nodes), return_exceptions=True)
         self._nodes.clear()
         self._tell()
 
@@ -154,6 +134,8 @@ class Keeper:
         """For nodes that join; those that leave are told by their actor's death."""
         while True:
             try:
+                if self._drains is None:
+                    self._drains = await asyncio.to_thread(drains.noted, self._plan.name, self._instance)
                 alive = {one["NodeID"]: one for one in await asyncio.to_thread(ray.nodes) if one["Alive"]}
             except Exception as exc:  # Ray's head is away: what is there goes on
                 log.warning("the nodes of the cluster are not known at the moment: %s", exc)
@@ -161,22 +143,40 @@ class Keeper:
                 continue
             for node_id, said in alive.items():
                 if node_id not in self._nodes:
-                    node = self._nodes[node_id] = _Node(said)
-                    node.tending = asyncio.ensure_future(self._tend(node))
+                    node = self._nodes[node_id] = Node(said)
+                    node.is_draining = node_id in self._drains
+                    node.tending = asyncio.ensure_future(self._drain_on(node) if node.is_draining else self._tend(node))
             for node_id in [one for one in self._nodes if one not in alive]:
                 self._gone(self._nodes[node_id])
-            if not self._first.is_set():
-                await asyncio.gather(*(node.tried.wait() for node in list(self._nodes.values())))
-                self._first.set()
-                self._tell()
+            if self._settling is None:
+                self._settling = asyncio.ensure_future(self._settle())
             await asyncio.sleep(LOOK_S)  # Ray has no public way to be told
 
-    async def _tend(self, node: _Node) -> None:
+    async def _settle(self) -> None:
+        """Clients wait until it is known of each node whether it can be used, and not much longer than others take for one that hangs."""
+        late: set[asyncio.Future[bool]] = {asyncio.ensure_future(node.tried.wait()) for node in self._nodes.values()}
+        if late:
+            _, late = await asyncio.wait(late, timeout=_SETTLE_S)
+        while late and not any(node.member is not None for node in self._nodes.values()):
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        for one in late:
+            one.cancel()
+        for node in self._nodes.values():
+            if not node.tried.is_set():
+                node.refused = "its agent has not started yet"
+        self._first.set()
+        self._tell()
+
+    async def _tend(self, node: Node) -> None:
         """See to it that it has an agent, for as long as it lives."""
         while node.node_id in self._nodes and not node.is_draining:
-            reason = await self._try(node)
+            try:
+                reason = await self._try(node)
+            finally:
+                node.tried.set()  # whatever became of it: everybody waits for it at first
+            if node.is_draining:
+                break
             node.refused = reason
-            node.tried.set()
             self._tell()
             if reason is None:
                 await self._listen(node)
@@ -187,7 +187,7 @@ class Keeper:
                 log.warning("node %s is not in the fleet: %s", node.name, reason)
                 await asyncio.sleep(AGAIN_S)
 
-    async def _listen(self, node: _Node) -> None:
+    async def _listen(self, node: Node) -> None:
         """Hear what it has to do, until its agent has ended."""
         known: Load | None = None
         try:
@@ -200,12 +200,14 @@ class Keeper:
             self._scaler.changed(node, None)
         await until_failed(node.actor)
 
-    async def _try(self, node: _Node) -> str | None:
+    async def _try(self, node: Node) -> str | None:
         """Why there is no agent, or None."""
         try:
-            node.actor = self._actor_on(node)
+            await self._clear(node)
+            node.actor = await asyncio.to_thread(self._actor_on, node)
             asked_s = time.time()
-            version, said_s = await node.actor.version.remote()
+            # One that does not answer is left as it is: it may be an agent with leases, which are not ended for being slow.
+            version, said_s = await _within(_ANSWER_S, node.actor.version.remote())
             if trouble := version_trouble(version, untax.__version__) or skew_trouble(asked_s, said_s, time.time()):
                 ray.kill(node.actor)
                 return trouble
@@ -217,20 +219,34 @@ class Keeper:
                 self._trust.authority.certificate,
                 self._trust.identity_for(node.address),
             )
-            said = await node.actor.begin.remote(self._plan, post)
+            try:
+                said = await _within(_BEGIN_S, node.actor.begin.remote(self._plan, post))
+            except TimeoutError:
+                ray.kill(node.actor)  # one that has begun says so at once
+                return f"its agent did not start within {_BEGIN_S:g} s, and was ended; `untax doctor` there may say what it lacks"
             if "refused" in said:
                 ray.kill(node.actor)
                 return str(said["refused"])
             node.member = Member.from_data(said["member"])
-        except RayError as exc:
+        except TimeoutError:
+            return f"its agent does not answer within {_ANSWER_S:g} s; Ray's logs on that node may say why"
+        except Exception as exc:  # whatever it is, it is this node's alone
             return _words(exc)
         return None
 
-    def _actor_on(self, node: _Node) -> Any:
+    async def _clear(self, node: Node) -> None:
+        """End what an earlier fleet of this name has left on the node. Nobody keeps it, since this one has its name; it would hold the state directory."""
+        for one in await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True):
+            if one["namespace"] == NAMESPACE and is_forerunner(one["name"], self._plan.name, self._instance, node.node_id):
+                with contextlib.suppress(ValueError):  # it went by itself
+                    await _ended(await asyncio.to_thread(ray.get_actor, one["name"], NAMESPACE), node.name)
+
+    def _actor_on(self, node: Node) -> Any:
+        """Blocks."""
         return (
             ray.remote(NodeActor)
             .options(
-                name=node_actor_name(self._plan.name, node.node_id),
+                name=node_actor_name(self._plan.name, self._instance, node.node_id),
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
@@ -238,10 +254,10 @@ class Keeper:
                 max_concurrency=_CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
             )
-            .remote(self._plan.name)
+            .remote(self._plan.name, self._instance)
         )
 
-    def _gone(self, node: _Node) -> None:
+    def _gone(self, node: Node) -> None:
         """It left the cluster."""
         self._nodes.pop(node.node_id, None)
         if node.tending is not None:
@@ -249,19 +265,19 @@ class Keeper:
         node.tried.set()
         self._tell()
 
-    def _drain(self, node: _Node) -> None:
+    def _drain(self, node: Node) -> None:
         node.is_draining = True
         self._scaler.changed(node, None)
         if node.member is not None:
             node.member = node.member.drained()
         self._tell()
 
-    async def _rest(self, node: _Node) -> float:
+    async def _rest(self, node: Node) -> float:
         """Have it drained if nobody has needed it for long enough: 0 then, and else in how long it can be."""
         assert self._plan.scaling.idle_s is not None
         try:
-            left_s = float(await node.actor.rest.remote(self._plan.scaling.idle_s))
-        except RayError:
+            left_s = float(await _within(_TELL_S, node.actor.rest.remote(self._plan.scaling.idle_s)))
+        except (RayError, TimeoutError):
             return self._plan.scaling.idle_s
         if left_s <= 0:
             node.is_resting = True
@@ -269,48 +285,58 @@ class Keeper:
             node.resting = asyncio.ensure_future(self._drained(node))
         return left_s
 
-    def _wake(self, node: _Node) -> None:
+    def _wake(self, node: Node) -> None:
         """Take it in again, once it is quite out."""
         before = [one for one in (node.tending, node.resting) if one is not None]
         node.is_resting, node.is_waking = False, True
         node.tending = asyncio.ensure_future(self._woken(node, before))
 
-    async def _woken(self, node: _Node, before: list[asyncio.Task[None]]) -> None:
+    async def _woken(self, node: Node, before: list[asyncio.Task[None]]) -> None:
         await asyncio.wait(before)
         node.is_draining, node.is_waking, node.refused = False, False, None
         await self._tend(node)
 
-    async def _drained(self, node: _Node) -> None:
+    async def _drained(self, node: Node) -> None:
         if node.actor is not None:
             try:
                 await node.actor.drain.remote()
             except RayError as exc:
                 log.warning("node %s ended while it was drained: %s", node.name, exc)
         await self._ended(node)
-        node.member, node.refused = (
-            None,
-            "it rests: nobody needed it; it is woken when somebody waits" if node.is_resting else "it was drained",
-        )
+        node.member, node.refused = None, _RESTS if node.is_resting else "it was drained"
         self._tell()
 
-    async def _ended(self, node: _Node) -> None:
-        if node.actor is None:
-            return
+    async def _drain_on(self, node: Node) -> None:
+        """It was drained by whoever kept the fleet before this, or was about to be: its agent, if it still has one, goes with its last lease."""
         try:
-            async with asyncio.timeout(_END_S):
-                await node.actor.end.remote()
-        except (RayError, TimeoutError) as exc:
-            log.warning("the agent of node %s did not end by itself: %s", node.name, exc)
-        ray.kill(node.actor)
+            name = node_actor_name(self._plan.name, self._instance, node.node_id)
+            node.actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            if (said := await _within(_ANSWER_S, node.actor.member.remote())) is not None:
+                node.member = Member.from_data(said).drained()
+        except ValueError:
+            log.debug("node %s has no agent any more", node.name)
+        except Exception as exc:
+            log.warning("node %s, which is drained, does not say what it has: %s", node.name, exc)
+        finally:
+            if node.member is None:
+                node.refused = "it was drained"
+            node.tried.set()
+            self._tell()
+        await self._drained(node)
 
-    def _named(self, node: str) -> _Node | str:
-        found = [
-            one for one in self._nodes.values() if node in (one.name, one.address) or (len(node) >= 4 and one.node_id.startswith(node))
-        ]
-        if len(found) == 1:
-            return found[0]
-        there = ", ".join(f"{one.node_id[:12]} ({one.name})" for one in self._nodes.values()) or "none"
-        return f"{'several nodes are' if found else 'no node is'} named {node!r}: there are {there}"
+    async def _note_drain(self, node: Node) -> None:
+        """For whoever keeps the fleet after this one."""
+        try:
+            await _within(_TELL_S, asyncio.to_thread(drains.note, self._plan.name, self._instance, node.node_id))
+        except Exception as exc:  # Ray's head is away
+            log.warning("that node %s is drained is forgotten if the keeper of the fleet is started again: %s", node.name, exc)
+
+    async def _forget_drains(self) -> None:
+        await _within(_TELL_S, asyncio.to_thread(drains.forget, self._plan.name, self._instance))
+
+    async def _ended(self, node: Node) -> None:
+        if node.actor is not None:
+            await _ended(node.actor, node.name)
 
     # ---- telling ----
 
@@ -348,14 +374,32 @@ def _is_restarted() -> bool:
         return True
 
 
+async def _within(seconds: float, call: Awaitable[T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await call
+
+
+async def _ended(actor: Any, node: str) -> None:
+    try:
+        await _within(END_S, actor.end.remote())
+    except (RayError, TimeoutError) as exc:
+        log.warning("the agent of node %s did not end by itself: %r", node, exc)
+    try:
+        await asyncio.to_thread(ray.kill, actor)
+    except Exception as exc:  # Ray's head is away; it ends with whoever keeps the fleet
+        log.warning("the agent of node %s could not be killed: %s", node, exc)
+
+
 async def _told(actor: Any, roll: str) -> None:
     try:
-        await actor.meet.remote(roll)
-    except RayError as exc:
+        await _within(_TELL_S, actor.meet.remote(roll))
+    except (RayError, TimeoutError) as exc:
         log.debug("an agent was not told who is in the fleet: %s", exc)
 
 
-def _words(exc: RayError) -> str:
+def _words(exc: Exception) -> str:
+    if not isinstance(exc, RayError):
+        return f"{type(exc).__name__}: {exc}"
     cause = str(exc).strip().splitlines()
     missing = next((line for line in cause if "ModuleNotFoundError" in line), None)
     if missing is not None:

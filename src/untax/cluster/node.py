@@ -58,6 +58,7 @@ class NodeEngine(RemoteEngine):
             return await super().fulfil(request, may_refuse=may_refuse)
         finally:
             self._asking -= 1
+            self._end_if_over()
 
     def forget(self, box: Box) -> None:
         super().forget(box)

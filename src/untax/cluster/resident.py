@@ -25,27 +25,36 @@ NAMESPACE = "untax"
 
 LOOK_S = 1.0
 AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
+END_S = 30.0  # for an agent to give everything back
 
 
 def keeper_name(fleet: str) -> str:
     return f"untax:{fleet}"
 
 
-def node_actor_name(fleet: str, node_id: str) -> str:
-    return f"untax:{fleet}:{node_id}"
+def node_actor_name(fleet: str, instance: str, node_id: str) -> str:
+    """Fleets that follow each other under one name have actors of their own: what is left of one is not taken for the next one's."""
+    return f"untax:{fleet}:{instance}:{node_id}"
+
+
+def is_forerunner(name: str, fleet: str, instance: str, node_id: str) -> bool:
+    """Whether the actor of this name is that of an earlier fleet on the same node. Names of fleets have no colon."""
+    parts = name.split(":")
+    return len(parts) == 4 and parts[:2] == ["untax", fleet] and parts[2] != instance and parts[3] == node_id
 
 
 class NodeActor:
     """On the node that it is for. While it is there the node is busy to Ray's autoscaler, whatever its agent has to do."""
 
-    def __init__(self, fleet: str) -> None:
+    def __init__(self, fleet: str, instance: str) -> None:
         self._fleet = fleet
+        self._instance = instance
         self._agent: Agent | None = None
         self._starting = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
         self._has_asked = False
         """Whether Ray's autoscaler was asked for more nodes, as last told."""
+        self._watching = asyncio.ensure_future(self._watch_keeper())  # also of a keeper that dies before there is an agent
 
     async def version(self) -> tuple[str, float]:
         """Of untax here, and what this node's clock reads."""
@@ -54,6 +63,8 @@ class NodeActor:
     async def begin(self, plan: Plan, post: Post) -> dict[str, Any]:
         """The member, or why there is none. Asked twice, what there is."""
         async with self._starting:
+            if self._ending is not None:
+                return {"refused": "the agent that was there is ending"}
             if self._agent is None:
                 _take_priority()
                 agent = Agent(plan, post)
@@ -62,9 +73,12 @@ class NodeActor:
                 except (UntaxError, OSError) as exc:
                     return {"refused": f"{type(exc).__name__}: {exc}"}
                 self._agent = agent
-                self._watching = asyncio.ensure_future(self._watch_keeper())
         assert self._agent.member is not None
         return {"member": self._agent.member.to_data()}
+
+    async def member(self) -> dict[str, Any] | None:
+        """What there is, for who does not want one."""
+        return None if self._agent is None or self._agent.member is None else self._agent.member.to_data()
 
     async def meet(self, roll: str) -> None:
         """Who is in the fleet from here on."""
@@ -83,9 +97,6 @@ class NodeActor:
             self._agent.drain()
             await self._agent.wait_idle()
 
-    async def leases(self) -> int:
-        return 0 if self._agent is None else self._agent.leases
-
     async def load(self, known: Load | None) -> Load:
         """What the node has to do, once that is not what is known."""
         assert self._agent is not None
@@ -102,10 +113,8 @@ class NodeActor:
         return 0.0
 
     async def end(self) -> None:
-        """Give everything back. The actor itself is its caller's to kill."""
+        """Give everything back. The actor itself is its caller's to kill, or goes with whoever keeps the fleet."""
         async with self._starting:  # an agent that is about to be there would be left
-            if self._watching is not None:
-                self._watching.cancel()
             await asyncio.shield(self._end())
 
     def _end(self) -> asyncio.Task[None]:
@@ -114,13 +123,18 @@ class NodeActor:
         return self._ending
 
     async def _watch_keeper(self) -> None:
-        """Until it is no more and nobody starts it again: then this agent is nobody's."""
-        await _until_dead(keeper_name(self._fleet))
-        log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
-        if self._has_asked:
-            await autoscaler.ask([])
-        await asyncio.shield(self._end())
-        ray.kill(ray.get_runtime_context().current_actor)
+        """Until it is no more and nobody starts it again: then this agent is nobody's, and nothing may keep this process."""
+        try:
+            await _until_dead(keeper_name(self._fleet), self._instance)
+            log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
+            if self._has_asked:
+                await autoscaler.ask([])
+            async with asyncio.timeout(END_S):
+                await self.end()
+        except Exception as exc:
+            log.error("the agent did not end in order, and is killed: %r", exc)
+        finally:
+            _kill_self()
 
 
 def _take_priority() -> None:
@@ -138,6 +152,14 @@ async def _closed(agent: Agent | None) -> None:
         await agent.aclose()
 
 
+def _kill_self() -> None:
+    try:
+        ray.kill(ray.get_runtime_context().current_actor)
+    except Exception as exc:  # Ray's head is away, and would not hear of it
+        log.debug("%s", exc)
+        os._exit(1)
+
+
 async def until_failed(actor: Any) -> None:
     try:
         await actor.forever.remote()
@@ -145,8 +167,8 @@ async def until_failed(actor: Any) -> None:
         pass
 
 
-async def _until_dead(name: str) -> None:
-    """Return once no actor has this name any more; one that is started again is the same."""
+async def _until_dead(name: str, instance: str) -> None:
+    """Return once nobody keeps this fleet any more. A keeper that is started again is the same; that of a later fleet is not."""
     while True:
         try:
             actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
@@ -156,5 +178,11 @@ async def _until_dead(name: str) -> None:
             log.debug("%s: %s", name, exc)
             await asyncio.sleep(AGAIN_S)
             continue
-        await until_failed(actor)
+        try:
+            if await actor.instance.remote() != instance:
+                return
+        except RayError as exc:
+            log.debug("%s: %s", name, exc)
+        else:
+            await until_failed(actor)
         await asyncio.sleep(LOOK_S)  # a restart takes longer

@@ -14,7 +14,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
-from untax.cluster import autoscaler
 from untax.cluster.scaling import Load, Resources, Scaling, bundles, missing
 
 log = logging.getLogger("untax.cluster")
@@ -49,8 +48,8 @@ class Scaler:
         rest: Callable[[Any], Awaitable[float]],
         wake: Callable[[Any], None],
         told: Callable[[], None],
+        ask: Callable[[list[dict[str, float]]], Awaitable[bool]],
         may_have_asked: bool = False,
-        ask: Callable[[list[dict[str, float]]], Awaitable[bool]] = autoscaler.ask,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scaling = scaling

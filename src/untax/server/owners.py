@@ -123,6 +123,8 @@ class Owner:
         self.snapshots: dict[str, Snapshot] = {}
         self.pins: dict[str, Pin] = {}
         self.answers: dict[int, Answer] = {}
+        self.under_way = 0
+        """How many of them are not there yet."""
         self.carriers: dict[int, object] = {}
         """What carries the channels of its boxes, where descriptors cannot be handed over; the transport's own."""
         self.next_carrier = 1
