@@ -15,7 +15,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
@@ -404,4 +404,6 @@ def _words(exc: Exception) -> str:
     missing = next((line for line in cause if "ModuleNotFoundError" in line), None)
     if missing is not None:
         return f"{missing.strip()}: install the fleet's release there: pip install 'untax[ray]=={untax.__version__}'"
+    if isinstance(exc, RayTaskError):
+        return f"its agent failed: {exc.cause!r}"
     return f"Ray could not start its agent: {cause[0] if cause else type(exc).__name__}"

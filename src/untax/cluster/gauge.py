@@ -19,7 +19,7 @@ _READ = ("leased", "waiting", "free_sandboxes", "free_mib", "most_mib")
 class Gauge:
     """A watcher of `untax.server.view.Views`. Belongs to one event loop."""
 
-    unsent = 0
+    unsent = asked = 0  # it asks for no leases, and has heard everything
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
