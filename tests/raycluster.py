@@ -66,7 +66,7 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         # Where Ray writes down a cluster's address whatever directory it is given; only its own command makes it.
-        Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray").mkdir(exist_ok=True)
+        Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
         # Short: the paths of sockets below it have an end at 107 bytes.
         self.place = Path(tempfile.mkdtemp(prefix="uray-", dir="/tmp"))
         try:

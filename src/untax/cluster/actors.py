@@ -228,11 +228,20 @@ class Keeper:
                 ray.kill(node.actor)
                 return str(said["refused"])
             node.member = Member.from_data(said["member"])
+            if node.member.is_draining:
+                return await self._renewed(node)
         except TimeoutError:
             return f"its agent does not answer within {_ANSWER_S:g} s; Ray's logs on that node may say why"
         except Exception as exc:  # whatever it is, it is this node's alone
             return _words(exc)
         return None
+
+    async def _renewed(self, node: Node) -> str:
+        """Its agent takes no leases, and no drain was noted: whoever kept the fleet before this did not live to end it. It goes, and another one comes."""
+        node.tried.set()
+        self._tell()
+        await self._drained(node)
+        return "its agent took no more leases and was ended; another one is about to be there"
 
     async def _clear(self, node: Node) -> None:
         """End what an earlier fleet of this name has left on the node. Nobody keeps it, since this one has its name; it would hold the state directory."""

@@ -115,6 +115,10 @@ class Agent:
     def leases(self) -> int:
         return 0 if self._hosting is None else self._hosting.leases
 
+    @property
+    def is_draining(self) -> bool:
+        return self._hosting is not None and self._hosting.is_draining
+
     def drain(self) -> None:
         """No new leases from here on."""
         if self._hosting is not None:
@@ -191,7 +195,7 @@ class Agent:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(certificate, key)
-        post = self._post
+        post, loop = self._post, asyncio.get_running_loop()
         travel = self._transfer = Transfer(
             post.node_id,
             engine.warehouse.store,
@@ -200,6 +204,7 @@ class Agent:
             token=post.token,
             host=post.address,
             untold_uses=engine.warehouse.untold_uses,
+            arrived=lambda keys: loop.call_soon_threadsafe(engine.pooling.came, keys),
         )
         travel.start()
         stack.push_async_callback(asyncio.to_thread, travel.close)

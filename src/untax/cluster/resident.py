@@ -73,12 +73,13 @@ class NodeActor:
                 except (UntaxError, OSError) as exc:
                     return {"refused": f"{type(exc).__name__}: {exc}"}
                 self._agent = agent
-        assert self._agent.member is not None
-        return {"member": self._agent.member.to_data()}
+        return {"member": await self.member()}
 
     async def member(self) -> dict[str, Any] | None:
         """What there is, for who does not want one."""
-        return None if self._agent is None or self._agent.member is None else self._agent.member.to_data()
+        if self._agent is None or self._agent.member is None:
+            return None
+        return (self._agent.member.drained() if self._agent.is_draining else self._agent.member).to_data()
 
     async def meet(self, roll: str) -> None:
         """Who is in the fleet from here on."""

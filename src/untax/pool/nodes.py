@@ -2,7 +2,8 @@
 
 A node's view is what it last said of itself: what is idle and how warm, which layers lie there, what is starting, what its own steps were
 measured to cost; and what whoever asks knows of it: how far away it is, whether it refused a moment ago. All of it may be outdated
-by the time the lease gets there. So the answer is not one node but all that could take it, best first: the next is asked when one refuses.
+by the time the lease gets there. A stage that a node lacks and another has comes from there, if it is the same on every machine; one that another is
+building is waited for, and then comes. So the answer is not one node but all that could take it, best first: the next is asked when one refuses.
 
 Ways that differ by less than anybody could measure are equal. Among equals comes first, where stages are to be built, the node with more room for them,
 so that one does not evict what others would have had room for; then the one with fewer leases for each of its processors; then the
@@ -18,7 +19,7 @@ from zlib import crc32
 
 from untax.core.spec import is_as_strong
 from untax.core.stage import Stage
-from untax.pool.costs import Costs, Operation
+from untax.pool.costs import FETCH_SHARE, Costs, Operation
 from untax.pool.placement import Choice, Fleet, Node, choose
 
 # Learnt costs of equal nodes differ by about this much from run to run: a warm lease by tenths of a millisecond, longer steps by a tenth.
@@ -134,13 +135,15 @@ def rank(
     `here` is the caller's own node. `usual` is what steps cost elsewhere, for those that a node has not measured. `chains` has the rungs as single
     nodes know them: what exists on one machine only has another key on each. `salt` is the caller's own, for the order among equals.
     """
-    fit = [view for view in views if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
+    known = list(views)
+    fit = [view for view in known if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
+    around = _around(wanted, known)
     idlest, emptiest = min((view.busy for view in fit), default=0.0), min((view.crowd for view in fit), default=0)
     found = []
     for view in fit:
         rungs = chains.get(view.node, wanted) if chains else wanted
         more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S + (view.crowd - emptiest) * _CROWDED_S
-        found.append(_way(rungs, view, memory_mib, now_s, usual, more_s))
+        found.append(_way(rungs, view, memory_mib, _OfNode(view, usual, now_s, around), more_s))
     return _ordered(found, here, salt)
 
 
@@ -149,8 +152,8 @@ def rank(
 _Found = tuple[NodeView, Choice, float, bool]
 
 
-def _way(wanted: Sequence[Stage], view: NodeView, memory_mib: float, now_s: float, usual: Costs | None, more_s: float) -> _Found:
-    choice = choose(wanted, _One(view, wanted[0]), _OfNode(view, usual, now_s))
+def _way(wanted: Sequence[Stage], view: NodeView, memory_mib: float, costs: Costs, more_s: float) -> _Found:
+    choice = choose(wanted, _One(view, wanted[0]), costs)
     assert choice is not None  # nothing keeps one from being created from nothing
     is_full = choice.kind != "exact" and (view.free_sandboxes < 1 or memory_mib > view.free_mib)
     return view, choice, choice.expected_s + more_s, is_full
@@ -182,31 +185,75 @@ class _One(Fleet):
         return f"{node}:{key}"  # which one it will be is that node's business
 
 
+@dataclass(slots=True)
+class _Whereabouts:
+    """Of one stage that can travel."""
+
+    stored: list[str] = field(default_factory=list)
+    """The nodes that have it."""
+    building: dict[str, float] = field(default_factory=dict)
+    """The nodes that are putting it in place, and since when."""
+
+
+def _around(wanted: Sequence[Stage], views: Sequence[NodeView]) -> dict[str, _Whereabouts]:
+    """By key. Those that take no lease give layers all the same."""
+    found: dict[str, _Whereabouts] = {}
+    for stage in wanted:
+        if not stage.is_portable or stage.name == "base":
+            continue
+        plain = stage.key.partition("~")[0]
+        where = found[stage.key] = _Whereabouts()
+        for view in views:
+            if plain in view.stored and not view.trouble:
+                where.stored.append(view.node)
+            elif stage.key in view.building:
+                where.building[view.node] = view.building[stage.key]
+    return found
+
+
 class _OfNode(Costs):
     """A node's own costs; what it has not measured costs there what it costs elsewhere, and what is being built what is left of that."""
 
-    def __init__(self, view: NodeView, usual: Costs | None, now_s: float) -> None:
+    def __init__(self, view: NodeView, usual: Costs | None, now_s: float, around: Mapping[str, _Whereabouts]) -> None:
         self._view = view
         self._usual = usual if usual is not None else view.costs
         self._now_s = now_s
+        self._around = around
 
     def of(self, operation: Operation) -> float:
         known = self._view.costs.known(operation)
         return known if known is not None else self._usual.of(operation)
 
     def of_stage(self, stage: Stage) -> float:
-        view = self._view
-        own, usual = view.costs, self._usual
+        """Of putting it in place: of having it come, where there is a node that has it, and of building it otherwise."""
+        where = self._around.get(stage.key)
+        is_coming = where is not None and any(node != self._view.node for node in where.stored)
+        known = self.of_fetch(stage) if is_coming else self._of_building(stage)
+        since_s = self._view.building.get(stage.key)
+        if since_s is not None:
+            return self._left(known, since_s)
+        if is_coming or where is None or not where.building:
+            return known
+        return self._left(known, min(where.building.values())) + self.of_fetch(stage)
+
+    def of_fetch(self, stage: Stage) -> float:
+        for costs in (self._view.costs, self._usual):
+            if (known := costs.known_fetch(stage)) is not None:
+                return known
+        return FETCH_SHARE * self._of_building(stage)
+
+    def _of_building(self, stage: Stage) -> float:
+        own, usual = self._view.costs, self._usual
         known = own.known_stage(stage)
         if known is None:
             known = usual.known_stage(stage)
         if known is None:
             known = own.of_stage(stage) if own.has_name(stage.name) else usual.of_stage(stage)
-        since_s = view.building.get(stage.key)
-        if since_s is None:
-            return known
+        return known
+
+    def _left(self, known: float, since_s: float) -> float:
         # Somebody else's, which goes on whatever the load is: `choose` is to come to just what is left.
-        return max(0.0, known - (self._now_s - since_s)) / (1.0 + view.load)
+        return max(0.0, known - (self._now_s - since_s)) / (1.0 + self._view.load)
 
 
 # ---- all of them ----

@@ -8,18 +8,13 @@ import struct
 import threading
 
 import pytest
-from tests.transfers import HOST, contexts, dialer, stores
+from tests.transfers import HOST, dialer, stores
 
 from untax.cluster.transfer import door
 from untax.cluster.transfer.serve import Server
 from untax.cluster.transfer.wire import Peer, PeerFault
 
 HELLO_HEADER = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # of a TLS handshake that goes on for 512 bytes
-
-
-@pytest.fixture(scope="module")
-def trust(tmp_path_factory):
-    return contexts(tmp_path_factory.mktemp("trust"))
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ class Near:
         self.gate = threading.Event()
         self.gate.set()
         self.is_waited_for = threading.Event()
+        self.is_passed = threading.Event()
         self.trouble = []
 
     def connect(self, address):
@@ -91,6 +92,7 @@ class Near:
         if self.trouble:
             raise self.trouble.pop()
         self.users += 1
+        self.is_passed.set()
         return address
 
     def disconnect(self):
@@ -104,6 +106,7 @@ class Near:
         if self.keeper is not None:
             return self.keeper, False
         self.keeper = Keeping(ticket())
+        self.is_passed.set()
         return self.keeper, True
 
     async def kill(self, keeper):
@@ -284,6 +287,8 @@ async def cancelled(near, work):
     near.gate.set()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await asyncio.to_thread(near.is_passed.wait)  # it came to something, whoever waited for it
+    await asyncio.sleep(0.01)
 
 
 async def entered(manager):

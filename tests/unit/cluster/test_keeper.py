@@ -269,6 +269,24 @@ async def test_a_drain_is_gone_on_with_by_the_keeper_that_is_started_again(ray):
     assert "b" not in ray.agents.there
 
 
+async def test_an_agent_that_drains_and_of_whose_drain_nobody_knows_is_replaced_when_its_leases_are_over(ray):
+    ray.join("a")
+    ray.join("b")
+    first = keeper(ray)
+    await ticket_of(first)
+    agent = ray.agents.there["b"]
+    agent.idle.clear()
+    agent.drain()  # whoever kept the fleet died before it could do more
+    first.die()
+
+    again = keeper(ray)
+
+    assert {one.node_id: one.is_draining for one in (await ticket_of(again)).members} == {"a": False, "b": True}
+    agent.idle.set()
+    roll = await rolls_until(again, lambda roll: {one.node_id: one.is_draining for one in roll.members} == {"a": False, "b": False})
+    assert not roll.refusals and ray.agents.there["b"] is not agent
+
+
 async def test_a_node_that_was_drained_stays_so_when_the_keeper_is_started_again(ray):
     ray.join("a")
     ray.join("b")

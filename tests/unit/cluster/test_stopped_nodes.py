@@ -6,8 +6,7 @@ import sys
 import threading
 
 import pytest
-from tests.transfers import MARKS, TOKEN, Node, contexts
-from tests.unit.cluster.test_broken_peers import SOON_S, key_owned_by
+from tests.transfers import MARKS, SOON_S, TOKEN, Node, contexts, key_owned_by
 
 from untax.cluster.transfer import Peer, errand, serve, wire
 from untax.cluster.transfer.errand import Errand
