@@ -217,7 +217,7 @@ def run_node(address: str, place: str, ip: str) -> None:
         max_worker_port=0,
         node_manager_port=0,
         dashboard_agent_listen_port=0,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # as Ray itself gives it
     )
     node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
     try:
