@@ -109,11 +109,14 @@ _ACT = """box = await fleet.acquire(); print("held", flush=True); sys.stdin.read
 def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, tmp_path):
     state = str(tmp_path / "{node}")
     assert "untax fleet up" in told("status", code=2)["message"]
-    up = told("up", "--state-dir", state, "--limits", "warn")
+    given = ("--state-dir", state, "--limits", "warn", "--sandboxes", "64", "--idle-s", "600", "--node-resources", '{"CPU": 4}')
+    assert "max_nodes=1 is less than min_nodes=2" in told("up", *given, "--min-nodes", "2", "--max-nodes", "1", code=2)["message"]
+    up = told("up", *given)
+    assert up["wanted"] == 0
     assert up["is_new"] and {one["node_id"] for one in up["nodes"]} == set(cluster.ids())
     assert {one["state"] for one in up["nodes"]} == {"in"} and up["substrate"] == "namespace"
 
-    again = told("up", "--state-dir", state, "--limits", "warn")
+    again = told("up", *given)
     assert not again["is_new"]
     assert "take it down first" in told("up", "--substrate", "process", code=2)["message"]
 
