@@ -45,8 +45,8 @@ async def test_ray_starts_a_node_for_a_lease_that_waits_and_takes_it_away_when_n
             assert alive() == {cluster.head_id, started}
             await until(lambda: fleet.wanted == 0)
             await asyncio.gather(first.release(), second.release())
-            # Four times as long as Ray leaves an idle node, and as the fleet does.
-            assert (await third.shell("sleep 4; echo there")).stdout == b"there\n"
+            # Three times as long as Ray leaves an idle node, and as the fleet does.
+            assert (await third.shell("sleep 3; echo there")).stdout == b"there\n"
             await third.release()
             assert [box.ledger.verdict for box in (first, second, third)] == ["trusted"] * 3
             await until(lambda: [one.node_id for one in fleet.members] == [cluster.head_id])

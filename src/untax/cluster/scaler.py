@@ -12,9 +12,10 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from operator import itemgetter
 
-from untax.cluster.scaling import Load, Resources, Scaling, bundles, missing
+from untax.cluster.known import Node
+from untax.cluster.scaling import Load, Scaling, bundles, missing
 
 log = logging.getLogger("untax.cluster")
 
@@ -23,30 +24,16 @@ _AGAIN_S = 10.0  # until it is told again: another program's request takes the p
 _LEAST_S = 0.1  # between two looks
 
 
-class Node(Protocol):
-    """What is known of one that lives."""
-
-    name: str
-    resources: Resources
-    is_head: bool
-    is_resting: bool
-    is_coming: bool
-    """Whether its agent is about to be there."""
-    load: Load | None
-    """None where there is no agent, or it takes no leases."""
-    idle_since_s: float | None
-
-
 class Scaler:
     """Belongs to one event loop. `rest` and `wake` are the keeper's; `told` is called when `wanted` has changed."""
 
     def __init__(
         self,
         scaling: Scaling,
-        nodes: Callable[[], Iterable[Any]],
+        nodes: Callable[[], Iterable[Node]],
         *,
-        rest: Callable[[Any], Awaitable[float]],
-        wake: Callable[[Any], None],
+        rest: Callable[[Node], Awaitable[float]],
+        wake: Callable[[Node], None],
         told: Callable[[], None],
         ask: Callable[[list[dict[str, float]]], Awaitable[bool]],
         may_have_asked: bool = False,
@@ -64,7 +51,7 @@ class Scaler:
         self.wanted = 0
         """How many nodes more Ray was asked for."""
 
-    def changed(self, node: Any, load: Load | None) -> None:
+    def changed(self, node: Node, load: Load | None) -> None:
         """A node says how it is doing, or is none that could."""
         node.load = load
         if load is None or not load.is_idle:
@@ -76,7 +63,11 @@ class Scaler:
     async def run(self) -> None:
         while True:
             self._changed.clear()
-            due_s = await self.look()
+            try:
+                due_s = await self.look()
+            except Exception:  # the fleet goes on as large as it is
+                log.exception("whether more or fewer nodes are needed could not be found out")
+                due_s = _AGAIN_S
             await asyncio.sleep(_LEAST_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if math.isinf(due_s) else due_s):
@@ -94,7 +85,7 @@ class Scaler:
         if not lacking:
             self._short_since_s = None
             await self._ask([], 0, now_s)
-            return await self._let_go(now_s)
+            return min(await self._let_go(now_s), math.inf if self._asked == [] else _AGAIN_S)
         if self._short_since_s is None:
             self._short_since_s = now_s
         if (left_s := self._short_since_s + _LASTING_S - now_s) > 0:
@@ -129,9 +120,10 @@ class Scaler:
             return math.inf
         serving = [node for node in self._nodes() if node.load is not None]
         waiting_s = math.inf
-        idle = sorted((node for node in serving if node.idle_since_s is not None and not node.is_head), key=lambda node: node.idle_since_s)
-        for node in idle[: max(0, len(serving) - self._scaling.min_nodes)]:
-            left_s = node.idle_since_s + idle_s - now_s
+        idle = [(node.idle_since_s, node) for node in serving if node.idle_since_s is not None and not node.is_head]
+        idle.sort(key=itemgetter(0))
+        for since_s, node in idle[: max(0, len(serving) - self._scaling.min_nodes)]:
+            left_s = since_s + idle_s - now_s
             if left_s <= 0:
                 left_s = await self._rest(node)
                 if left_s <= 0:

@@ -132,6 +132,7 @@ class Bed:
         self.clock = FakeClock()
         self.nodes, self.asked, self.told = list(nodes), [], 0
         self.refuses_to_rest_s = 0.0
+        self.hears = True
         self.scaler = Scaler(
             Scaling(**given),
             lambda: self.nodes,
@@ -157,7 +158,7 @@ class Bed:
 
     async def _ask(self, asked):
         self.asked.append(asked)
-        return True
+        return self.hears
 
     async def say(self, *loads, after_s=0.0):
         self.clock.advance(after_s)
@@ -226,6 +227,18 @@ async def test_a_keeper_that_was_started_again_takes_back_what_the_one_before_ma
     assert bed.asked == [[]]
     await bed.scaler.close()
     assert bed.asked == [[]]
+
+
+async def test_what_ray_did_not_hear_is_said_again():
+    bed = Bed(Node("a"))
+    await bed.say(FULL)
+    await bed.say(FULL, after_s=1)
+    bed.hears = False
+    again_s = await bed.say(BUSY)
+    assert bed.asked[-1] == [] and again_s < math.inf
+    bed.hears = True
+    assert await bed.say(BUSY, after_s=again_s) == math.inf
+    assert bed.asked[-2:] == [[], []]
 
 
 async def test_what_was_asked_for_is_taken_back_when_the_fleet_goes_down():
