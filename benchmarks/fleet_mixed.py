@@ -67,6 +67,10 @@ class Played:
         self.nodes[node] = self.nodes.get(node, 0) + 1
         if not ledger.stages and ledger.metrics()["queue_s"] < seconds / 2:  # otherwise it waited for what another had built
             self.created_s.append(seconds)
+        self.learn(ledger)
+
+    def learn(self, ledger: Ledger) -> None:
+        """What its stages took."""
         for stage in ledger.wanted:
             if stage.name in ledger.fetched:
                 self.fetched_s.setdefault(stage.key, []).append(ledger.fetched[stage.name])
@@ -109,7 +113,9 @@ def _arrivals(count: int, seed: int) -> list[tuple[float, int]]:
 async def _play(arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], take: Take, *, is_warm: bool) -> Played:
     played = Played()
     for spec in specs if is_warm else ():
-        await (await take(spec)).release()
+        box = await take(spec)
+        played.learn(box.ledger)
+        await box.release()
 
     async def rollout(number: int) -> None:
         asked = time.perf_counter()

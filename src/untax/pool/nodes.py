@@ -30,6 +30,8 @@ _BUSIER, _ACTING_S = 0.3, 5.0
 # The same for each lease more that a processor has than on the emptiest node: little, since most leases wait for a model most of the time, but enough
 # that a quicker link does not draw everything to one machine.
 _CROWDED_S = 0.002
+# Where the room for layers is taken, what is put in place drives out about as much of something else, which is wanted again as often as not.
+_FILLED, _EVICTED = 0.9, 0.5
 
 
 @dataclass(slots=True)
@@ -155,6 +157,8 @@ _Found = tuple[NodeView, Choice, float, bool]
 def _way(wanted: Sequence[Stage], view: NodeView, memory_mib: float, costs: Costs, more_s: float) -> _Found:
     choice = choose(wanted, _One(view, wanted[0]), costs)
     assert choice is not None  # nothing keeps one from being created from nothing
+    if view.filled >= _FILLED:
+        more_s += _EVICTED * sum(costs.of_stage(stage) for stage in choice.missing)
     is_full = choice.kind != "exact" and (view.free_sandboxes < 1 or memory_mib > view.free_mib)
     return view, choice, choice.expected_s + more_s, is_full
 

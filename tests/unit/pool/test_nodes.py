@@ -99,6 +99,19 @@ def test_what_is_to_be_built_is_built_where_there_is_room_for_it():
     assert rank(DEPS_A, views, here="here")[0].node == "here"
 
 
+def test_a_node_without_room_for_layers_pays_for_what_it_drives_out():
+    """Half of what is put in place there. What lies there already drives nothing out."""
+    views = [view("taken", stored=DEPS_A[:3], filled=0.95), view("empty", stored=DEPS_A[:2])]
+
+    ranked = rank(DEPS_A, views)
+
+    assert order(ranked) == ["empty", "taken"]  # half a second for the repository to come, against 15 s for what would go
+    assert ranked[1].expected_s == pytest.approx(45.005)
+    assert ranked[0].expected_s == pytest.approx(30.505)
+    views[0].stored = {stage.key for stage in DEPS_A}
+    assert rank(DEPS_A, views)[0].node == "taken"
+
+
 def test_a_machine_much_busier_than_the_others_is_not_worth_the_seconds_that_it_saves():
     views = [view("busy", stored=DEPS_A, busy=0.9), view("idle", stored=DEPS_A[:3], costs=measured(deps=0.5))]
     assert rank(DEPS_A, views)[0].node == "idle"

@@ -22,7 +22,7 @@ from untax.pool.simulation import POLICIES, Trace, drawn, read_fleet, recorded, 
 from untax.pool.simulation.description import describe
 from untax.pool.simulation.events import _Run
 from untax.pool.simulation.ledgers import measured
-from untax.pool.simulation.policies import Bag, NodeFirst, OneNode
+from untax.pool.simulation.policies import Bag, NodeFirst, OneNode, Reach, StateDistance
 from untax.pool.simulation.store import Store
 
 ROOT = Path(__file__).parents[3]
@@ -227,6 +227,27 @@ def test_state_distance_is_nearer_than_image_affinity_and_that_than_random():
     mean = {policy: simulate(description, trace, policy, 1).mean_s for policy in POLICIES}
 
     assert mean["state-distance"] < mean["image-affinity"] < mean["random"]
+
+
+def test_few_nodes_are_ranked_as_in_a_real_fleet():
+    """What one is building is waited for there and not built again; and what nobody has is built where there is more room for it."""
+    twice = simulate(one_node(nodes=2), a_trace((0.0, 0, 1.0), (10.0, 0, 1.0)), "state-distance", 1)
+    specs = tuple(tuple(replace(stage, key=f"{stage.key} of {number}") for stage in ladder(number)) for number in range(2))
+    apart = replace(a_trace((0.0, 0, 1.0), (100.0, 1, 1.0)), specs=specs, build_s={stage.key: 1.0 for spec in specs for stage in spec})
+    run = _Run(one_node(nodes=2), apart, "state-distance", 1)
+    run.play()
+
+    assert (twice.builds, twice.mean_s) == (3, pytest.approx((55.005 + 45.005) / 2))
+    assert [len(node.store) for node in run._nodes] == [3, 3]
+
+
+def test_many_nodes_are_not_each_looked_at_and_the_nearest_is_found_all_the_same():
+    description = describe({**SMALL, "fleet": {**SMALL["fleet"], "nodes": 40}}, beside=Path())
+    trace = drawn(description, 1)
+    mean = {policy: simulate(description, trace, policy, 1).mean_s for policy in ("random", "state-distance")}
+
+    assert type(POLICIES["state-distance"](40, Reach(Costs(), {}), random.Random(1))) is StateDistance
+    assert mean["state-distance"] < 0.5 * mean["random"]
 
 
 def test_where_every_node_holds_everything_the_policy_hardly_matters():

@@ -12,18 +12,18 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
 from untax.core.errors import UsageError
-from untax.core.stage import Stage
-from untax.pool.costs import FETCH, Costs, Operation
+from untax.pool.costs import FETCH, Costs
 from untax.pool.placement import Choice
 from untax.pool.simulation.description import Description
 from untax.pool.simulation.node import Job, Node
 from untax.pool.simulation.outcome import Outcome, Tally
-from untax.pool.simulation.policies import POLICIES
+from untax.pool.simulation.policies import POLICIES, Reach
 from untax.pool.simulation.targets import Targets
 from untax.pool.simulation.trace import Spec, Trace
 
@@ -48,22 +48,6 @@ def first_costs(description: Description) -> Costs:
     return Costs.from_json(json.dumps({"version": 1, "by_name": by_name, "by_key": {}}))
 
 
-class _Reach(Costs):
-    """What putting a stage in place costs a node that lacks it: to fetch it, where another has it."""
-
-    def __init__(self, learnt: Costs, copies: Mapping[str, int], fetch_s: Mapping[str, float]) -> None:
-        self._learnt = learnt
-        self._copies = copies
-        self._fetch_s = fetch_s
-
-    def of(self, operation: Operation) -> float:
-        return self._learnt.of(operation)
-
-    def of_stage(self, stage: Stage) -> float:
-        is_coming = stage.key in self._fetch_s and self._copies.get(stage.key, 0) > 0
-        return self._learnt.of_fetch(stage) if is_coming else self._learnt.of_stage(stage)
-
-
 class _Run:
     def __init__(self, description: Description, trace: Trace, policy: str, seed: int) -> None:
         self._trace = trace
@@ -72,8 +56,9 @@ class _Run:
         self._copies: Counter[str] = Counter()  # on how many nodes each stage lies
         self._awaited: dict[str, list[Job]] = {}  # stages that can travel and are being built, and who waits for each on other nodes
         self._policy_name = policy
-        reach = _Reach(self._costs, self._copies, trace.fetch_s)
+        reach = Reach(self._costs, self._copies)
         self._policy = POLICIES[policy](description.fleet.nodes, reach, random.Random(f"policy {seed}"))
+        self._specs = [tuple(replace(stage, is_portable=stage.key in trace.fetch_s) for stage in spec) for spec in trace.specs]
         self._targets = Targets(description, trace, self._costs)
         mib_of = {stage.key: description.stages.of(stage.name).mib for spec in trace.specs for stage in spec}
         self._nodes = [Node(number, description.fleet, trace.build_s, mib_of) for number in range(description.fleet.nodes)]
@@ -88,7 +73,7 @@ class _Run:
         self._now_s = 0.0
 
     def play(self) -> Outcome:
-        events, specs = self._events, self._trace.specs
+        events, specs = self._events, self._specs
         for place, (arrive_s, number, hold_s) in enumerate(self._trace):
             while events and events[0][0] <= arrive_s:
                 self._happen()
@@ -121,7 +106,7 @@ class _Run:
 
     def _arrive(self, job: Job) -> None:
         # First come, first served: with others waiting there is no room for this one either.
-        choice = None if self._waiting else self._policy.choose(job.spec)
+        choice = None if self._waiting else self._policy.choose(job.spec, self._now_s)
         if choice is None:
             self._waiting.append(job)
         else:
@@ -137,6 +122,9 @@ class _Run:
         elif not node.has_memory and node.parked:
             self._unpark(node, next(iter(node.parked)))
         node.live += 1
+        self._policy.leased(node.number, node.live, node.store.filled)
+        if job.missing:
+            self._policy.begins(node.number, job.missing, self._now_s)
         if node.live == node.room:
             self._policy.has_room(node.number, False)
         if self._targets.noted(node, job):
@@ -235,6 +223,7 @@ class _Run:
             for elsewhere in self._awaited.pop(key, ()):
                 self._after(self._trace.fetch_s[key], _FETCHED, elsewhere.node, elsewhere)
         self._policy.stored(node.number, stage)
+        self._policy.leased(node.number, node.live, node.store.filled)
         waiting = node.building.pop(key)
         self._go_on(node, job)
         for other in waiting:
@@ -255,12 +244,13 @@ class _Run:
         if node.live == node.room:
             self._policy.has_room(node.number, True)
         node.live -= 1
+        self._policy.leased(node.number, node.live, node.store.filled)
         if node.idle.get(key, 0) < node.targets.get(key, 0) and node.has_memory:
             self._park(node, job.spec)
         else:
             node.store.let_go(job.spec)
         if self._waiting:
-            choice = self._policy.choose(self._waiting[0].spec)
+            choice = self._policy.choose(self._waiting[0].spec, self._now_s)
             if choice is not None:
                 self._place(self._waiting.popleft(), choice)
 
