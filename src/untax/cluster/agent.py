@@ -19,7 +19,9 @@ from typing import Any
 
 import untax
 from untax.cluster import transfer
+from untax.cluster.gauge import Gauge
 from untax.cluster.reaper import Reaper
+from untax.cluster.scaling import Scaling
 from untax.cluster.terms import Member
 from untax.cluster.transfer import Transfer
 from untax.cluster.trust import Identity, pinned
@@ -58,6 +60,7 @@ class Plan:
     lease_s: float = LEASE_S
     port: int = 0
     """Where every agent listens for other nodes; 0: any, another one after each start."""
+    scaling: Scaling = field(default_factory=Scaling)
 
     def state_dir_of(self, node_id: str) -> Path:
         return chosen_state_dir(None if self.state_dir is None else self.state_dir.replace("{node}", node_id[:12]))
@@ -85,6 +88,7 @@ class Agent:
         self._stack = contextlib.AsyncExitStack()
         self._hosting: Hosting | None = None
         self._transfer: Transfer | None = None
+        self.gauge = Gauge()
         self.member: Member | None = None
 
     async def start(self) -> Member:
@@ -140,6 +144,7 @@ class Agent:
         stack.push_async_callback(engine.aclose)
         service = Service(engine, lease_s=plan.lease_s)
         stack.push_async_callback(service.aclose)
+        service.views.watch(self.gauge, 0)
         unix = UnixListener(service, place / "s")
         unix.start()
         stack.callback(unix.close)

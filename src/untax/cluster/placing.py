@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from untax.cluster.view import Views
+from untax.cluster.waiting import Line
 from untax.core.errors import (
     BackendError,
     CreateError,
@@ -66,6 +67,7 @@ class Placing:
         self.views = Views(here=here, salt=secrets.token_hex(4))
         self._nodes: dict[str, _Followed] = {}
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
+        self._line = Line(self.ranked, self._room)
 
     # ---- who is there ----
 
@@ -74,6 +76,7 @@ class Placing:
         self.leave(node)
         self.views.joined(node, isolation=engine.substrate.isolation, link_s=engine.link_s)
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
+        self._line.changed()
 
     def leave(self, node: str, engine: RemoteEngine | None = None) -> None:
         """It takes no more, if it is still that engine's; what was leased of it lives on."""
@@ -94,6 +97,7 @@ class Placing:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._line.aclose()
 
     async def _watch(self, node: str, engine: RemoteEngine) -> None:
         """As long as it is followed: a node that was out of reach may answer again."""
@@ -103,6 +107,7 @@ class Placing:
             nonlocal delay_s
             delay_s = _FIRST_RETRY_S
             self.views.told(node, part)
+            self._line.changed()
 
         while True:
             try:
@@ -142,11 +147,17 @@ class Placing:
         return await self._wait(request, began_s, tried)
 
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
-        """Nobody has room, and all who might have said so: the lease waits where the line is shortest."""
+        """Nobody has room, and all who might have said so: the lease waits where the line is shortest, and goes elsewhere when there is room before its turn."""
         waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
         best = next((one for one in await self.ranked(request.spec) if one.is_full or one.node in waitable), None)
         if best is not None:
-            return await self._ask(best, _in_time(request, began_s), tried, may_refuse=False)
+            return await self._line.wait(
+                request.spec,
+                best.node,
+                self._ask(best, _in_time(request, began_s), tried, may_refuse=False),
+                lambda other: self._ask(other, _in_time(request, began_s), tried, may_refuse=True),
+                is_refusal=is_better_elsewhere,
+            )
         failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
         if failures:
             raise named(*failures[-1])
@@ -165,6 +176,10 @@ class Placing:
             self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
         box.ledger.placed = Placed(ranked.node, ranked.why, tuple((node, str(exc)) for node, exc in tried.items()))
         return box
+
+    def _room(self, node: str) -> tuple[float, float]:
+        view = self.views.view(node)
+        return (0.0, 0.0) if view is None else (view.free_sandboxes, view.avoided_s)
 
     async def ranked(self, spec: EnvSpec, within_s: float | None = None) -> list[Ranked]:
         """Where a lease of `spec` could go now, best first. `PoolTimeout` where no node says in time what it is."""

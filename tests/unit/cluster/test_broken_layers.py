@@ -252,8 +252,8 @@ def test_a_node_that_hangs_is_left_for_the_next(two, trust, monkeypatch, point):
     """Wherever it stops, with its connection open: what it gave is kept, and the next one gives the rest."""
     there, here = two
     layer = publish(there, {"file": os.urandom(100_000), "large": os.urandom(CHUNK_BYTES + 5)})
-    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
-    monkeypatch.setattr(fetch, "SILENCE_S", 0.3)
+    monkeypatch.setattr(wire, "SILENCE_S", 1.0)
+    monkeypatch.setattr(fetch, "SILENCE_S", 1.0)
     told = []
 
     def silent(session, said, what):

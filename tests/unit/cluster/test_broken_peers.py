@@ -214,8 +214,7 @@ def test_a_question_that_is_none_is_refused_in_words(node, trust, said):
     with dialer(trust[1]).dial(node.peer) as one:
         one.send(said)
         with pytest.raises(Refused):
-            while one.answer().get("wait"):
-                pass
+            one.answer()
         assert one.ask("stage", key="key")["record"] is None, "and the next is answered"
 
 
@@ -257,7 +256,7 @@ def test_a_chunk_that_there_is_not_is_refused(node, trust, number):
 
 def test_a_stage_said_to_be_at_a_thousand_odd_names_is_remembered_briefly(node, trust):
     with dialer(trust[1]).dial(node.peer) as one:
-        assert one.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert one.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         one.ask("there", holders=["n" * 100_000, None, 7, *map(str, range(1000))])
         one.ask("there", holders="node")
     (known,) = node.transfer.claims._hints.values()
@@ -291,14 +290,14 @@ def test_a_message_that_is_none_ends_its_connection_alone(node, trust, monkeypat
 
 def test_who_speaks_while_it_waits_or_leaves_has_no_claim(node, trust):
     with dialer(trust[1]).dial(node.peer) as first, dialer(trust[1]).dial(node.peer) as second:
-        assert first.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         second.send({"op": "claim", "key": "key", "not_at": []})
         second.send({"op": "claim", "key": "key", "not_at": []})
         with pytest.raises(PeerFault):
             while second.receive(waits_s=SOON_S).get("wait"):
                 pass
     with dialer(trust[1]).dial(node.peer) as third:
-        assert third.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert third.ask("claim", key="key", not_at=[])["outcome"] == "granted"
 
 
 # ---- many, and silent ones ----
@@ -309,14 +308,13 @@ def test_more_who_wait_than_there_are_threads_are_all_told(node, trust):
     with contextlib.ExitStack() as stack:
         dialled = [stack.enter_context(dialer(trust[1], node=f"n{number}").dial(node.peer)) for number in range(300)]
         first, *others = dialled
-        assert first.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         for one in others:
             one.send({"op": "claim", "key": "key", "not_at": []})
         assert is_served(node, trust)
         first.ask("done", outcome="there")
         for one in others:
-            while (said := one.answer(waits_s=SOON_S)).get("wait"):
-                pass
+            said = one.answer(waits_s=SOON_S)
             assert (said["outcome"], said["holders"]) == ("there", ["n0"])
 
 
@@ -332,6 +330,28 @@ def test_more_who_fetch_than_there_are_threads_wait_for_their_turn(tmp_path, tru
             thread.join()
         for one in others:
             one.verify(layer.id)
+
+
+def test_who_waits_for_a_turn_is_told_so(two, trust, monkeypatch):
+    """The line may be longer than anybody waits for a node that says nothing."""
+    monkeypatch.setattr(serve, "_THREADS", 1)
+    monkeypatch.setattr("untax.cluster.transfer.beats.BEAT_S", 0.02)
+    begun, done = threading.Event(), threading.Event()
+
+    def hold(session, _said):
+        begun.set()
+        done.wait(SOON_S)
+        session.wire.send({})
+
+    with serving(two[0], trust[0], ops={"hold": hold}) as peer:
+        with dialer(trust[1]).dial(peer) as first, dialer(trust[1]).dial(peer) as second:
+            first.send({"op": "hold"})
+            assert begun.wait(SOON_S)
+            second.send({"op": "stage", "key": "key"})
+            assert [second.receive(waits_s=SOON_S) for _ in range(3)] == [{"wait": True}] * 3
+            done.set()
+            assert second.answer(waits_s=SOON_S)["record"] is None
+            assert second.ask("stage", key="key")["record"] is None
 
 
 def test_a_fetch_does_with_fewer_connections(two, trust, monkeypatch):
@@ -351,7 +371,7 @@ def test_who_was_answered_at_once_may_be_silent_afterwards(node, trust, monkeypa
     """Being told of an answer that was sent already is no reason to wait for the next question in a thread, and to lose patience there."""
     monkeypatch.setattr(wire, "SILENCE_S", 0.3)
     with dialer(trust[1]).dial(node.peer) as one:
-        assert one.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert one.ask("claim", key="key", not_at=[], waits_s=SOON_S)["outcome"] == "granted"
         (session,) = node.transfer._server._sessions
         session.ring()
         with pytest.raises(PeerFault, match="timed out"):
@@ -364,10 +384,9 @@ def test_a_silent_holder_loses_its_claim(node, trust, monkeypatch):
     monkeypatch.setattr("untax.cluster.transfer.room.BEAT_S", 0.1)
     monkeypatch.setattr(serve, "SILENCE_S", 0.5)
     with dialer(trust[1]).dial(node.peer) as first, dialer(trust[1]).dial(node.peer) as second:
-        assert first.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         second.send({"op": "claim", "key": "key", "not_at": []})
-        while (said := second.answer(waits_s=SOON_S)).get("wait"):
-            pass
+        said = second.answer(waits_s=SOON_S)
         assert said["outcome"] == "granted"
 
 

@@ -62,7 +62,10 @@ class Spoken:
                 break
             except ssl.SSLWantReadError:
                 self.sock.sendall(self._out.read())
-                self._in.write(self.sock.recv(65536))
+                came = self.sock.recv(65536)
+                if not came:
+                    raise ConnectionError("the handshake took too long") from None
+                self._in.write(came)
         self.sock.sendall(self._out.read())
 
     def packed(self, data):
@@ -96,7 +99,7 @@ def test_a_handshake_byte_by_byte_has_an_end(server, trust, monkeypatch):
 
 def test_a_hello_byte_by_byte_has_an_end(server, trust, monkeypatch):
     """Of one TLS record, of which nothing can be read before it is whole."""
-    monkeypatch.setattr(door, "CONNECT_S", 0.5)
+    monkeypatch.setattr(door, "CONNECT_S", 1.5)
     spoken = Spoken(server, trust[1])
     with spoken.sock:
         assert ends(spoken.sock, spoken.packed(bytes(600)))
@@ -121,7 +124,7 @@ def test_a_hello_byte_by_byte_has_an_end(server, trust, monkeypatch):
     ids=str,
 )
 def test_whatever_is_no_hello_gets_nothing(server, trust, monkeypatch, said):
-    monkeypatch.setattr(door, "CONNECT_S", 0.5)
+    monkeypatch.setattr(door, "CONNECT_S", 1.5)
     spoken = Spoken(server, trust[1])
     with spoken.sock:
         if said:

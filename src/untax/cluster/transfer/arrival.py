@@ -6,34 +6,25 @@ costs a read and no trust. Nothing is followed: every step is taken from an open
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
-import re
 import stat
 import threading
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from untax._remove import remove_tree
+from untax.cluster.transfer.beside import read_rest
 from untax.cluster.transfer.plan import Chunk, chunks_of, is_large
 from untax.core.errors import StageFailed
 from untax.layers import marks
 from untax.layers._descent import Descent
 from untax.layers._durable import begin_writing, replace_whole
-from untax.layers.digest import ContentsOf, attributes_hash, contents_of
+from untax.layers.digest import ContentsOf, contents_of
 from untax.layers.rows import Row, path_of, read_rows
 from untax.layers.unpack import shown
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_TIMES = (1 << 40) * 10**9
-_MOST_REST = 256 << 20  # bytes of attributes and times
-_LONGEST_NAME, _LONGEST_VALUE = 255, 1 << 16  # bytes of an extended attribute: the kernel's own limits
-_REDIRECT = re.compile(rb"/?[^/\0]+(/[^/\0]+)*")
 
 Extents = list[tuple[int, int]]
 
@@ -52,10 +43,8 @@ class Arrival:
             raise StageFailed("layer", f"the layer is refused: it is another user's than {os.geteuid()}, and only root can give files away")
         self.chunks: list[Chunk] = chunks_of(self.rows)
         self._place = place
-        self._marks: marks.Marks = kind
-        self._times, self._attributes, stored = self._checked(_unpacked(packed_rest))
-        self.stored = min(stored, self.contents_bytes)
-        """What its contents take on the disk, as it is said; no more than the rows prove."""
+        rest = read_rest(packed_rest, self.rows, kind)
+        self._times, self._attributes, self.stored = rest.times, rest.attributes, rest.stored
         self._guard = threading.Lock()
         self._has = bytearray(len(self.chunks))
         self._large = {number: Large(self, number) for number, row in enumerate(self.rows) if row.kind == "f" and is_large(row)}
@@ -264,49 +253,6 @@ class Arrival:
         """Its contents were hashed, and it is dressed."""
         self.known[inode, row.size, row.mtime_ns] = row.contents
 
-    # ---- what rows do not say ----
-
-    def _checked(self, rest: Mapping[str, Any]) -> tuple[dict[int, int], dict[int, list[tuple[str, bytes]]], int]:
-        """Times and attributes by their rows; nothing that a layer of this store may not have."""
-        try:
-            dated = [number for number, row in enumerate(self.rows) if row.kind in "dlps"]
-            times = dict(zip(dated, (int(one) for one in rest["times"]), strict=True))
-            stored = int(rest["stored"])
-            attributes = {
-                int(number): [(str(name), base64.b64decode(value, validate=True)) for name, value in some]
-                for number, some in rest["attributes"].items()
-            }
-            for number, some in attributes.items():
-                if not 0 <= number < len(self.rows):
-                    raise ValueError(f"those of an entry {number}, of which there is none")
-                if any(len(os.fsencode(name)) > _LONGEST_NAME or len(value) > _LONGEST_VALUE for name, value in some):
-                    raise ValueError(f"one of {shown(self.rows[number].name)} is too long")
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as exc:
-            raise StageFailed("layer", f"the layer is refused: its attributes are damaged ({exc!r:.200})") from None
-        if stored < 0 or any(not -_TIMES <= one <= _TIMES for one in times.values()):
-            raise StageFailed("layer", "the layer is refused: a time that no clock reaches")
-        for number, row in enumerate(self.rows):
-            if (row.attributes or number in attributes) and attributes_hash(attributes.get(number, ())) != row.attributes:
-                raise StageFailed("layer", f"the layer is refused: attributes of {shown(row.name)} that are not its own")
-        for number, some in attributes.items():
-            for name, value in some:
-                self._check_attribute(self.rows[number], name, value)
-        return times, attributes, stored
-
-    def _check_attribute(self, row: Row, name: str, value: bytes) -> None:
-        """A user's own, access lists and capabilities; of overlay's only what layers of this store's kind are made with."""
-        if name == marks.opaque(self._marks):
-            is_kept = row.kind == "d" and value in (b"y", b"x")
-        elif name == marks.redirect(self._marks):
-            parts = value.split(b"/")
-            is_kept = row.kind == "d" and _REDIRECT.fullmatch(value) is not None and b".." not in parts and b"." not in parts
-        elif name.startswith(marks.prefix(self._marks)):
-            is_kept = False
-        else:
-            is_kept = name.startswith("user.") or name in ("security.capability", "system.posix_acl_access", "system.posix_acl_default")
-        if not is_kept or "\0" in name:
-            raise StageFailed("layer", f"the layer is refused: the extended attribute {name[:80]!r} of {shown(row.name)}")
-
 
 class Large:
     """A file of several chunks. It is hashed from its beginning as far as it is there, by whoever wrote the chunk that was missing."""
@@ -417,15 +363,3 @@ def _spread(size: int, extents: Extents, data: memoryview) -> memoryview:
         whole[offset : offset + length] = data[:length]
         data = data[length:]
     return memoryview(whole)
-
-
-def _unpacked(packed: bytes) -> Mapping[str, Any]:
-    unpacker = zlib.decompressobj()
-    try:
-        data = unpacker.decompress(packed, _MOST_REST)
-        value = json.loads(data) if unpacker.eof and not unpacker.unused_data else None
-    except (zlib.error, ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise StageFailed("layer", "the layer is refused: its attributes are damaged")
-    return value

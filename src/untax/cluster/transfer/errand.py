@@ -99,7 +99,7 @@ class Errand:
                 return ticket.wait()
             try:
                 wire = self._open.enter_context(self.wires.holding(self._transfer.dialer.dial(by_node[node])))
-                verdict = _verdict(node, wire.ask_long("claim", key=self._key, not_at=sorted(tried)))
+                verdict = _verdict(node, wire.ask("claim", key=self._key, not_at=sorted(tried)))
                 self._owner = wire
                 if verdict.outcome == "granted":
                     self._transfer.beats.add(wire)

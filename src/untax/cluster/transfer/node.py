@@ -59,7 +59,8 @@ class Transfer:
         self._errands: set[Errand] = set()
         self._copying: set[threading.Thread] = set()
         self._is_closed = False
-        self.beats = Beats()
+        self.beats = Beats({"op": "beat"})
+        """To the owners of what this node has claimed."""
         self.wanted = Wanted()
         self.untold_uses = untold_uses
         self.arrived = arrived
@@ -234,7 +235,8 @@ def copy(dialer: Dialer, to: Peer, key: str, source: str) -> None:
     """Ask a node to bring something from another; returns when it is there. `StageUnavailable` in that node's words."""
     try:
         with dialer.dial(to) as wire:
-            wire.ask_long("bring", key=key, **{"from": source})
+            wire.send({"op": "bring", "key": key, "from": source})
+            wire.answer()
     except Refused as exc:
         raise StageUnavailable(SNAPSHOT, f"it was not copied: {exc}") from None
     except PeerFault as exc:
