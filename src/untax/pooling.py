@@ -90,7 +90,10 @@ class Pooling:
         hit = driver.at_once(stages, spec.limits.memory_mib)
         if hit is not None:
             hit.begin(spec)
-        return Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
+        asked = Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
+        if request.on_asked is not None:
+            request.on_asked()
+        return asked
 
     async def furnish(self, box: Tenancy, watch: Stopwatch, asked: Asked | None) -> None:
         """Give the box the sandbox that is closest. One that turns out to be dead is not seen by it: the next one is tried."""

@@ -8,6 +8,7 @@ Nodes that join are looked for, since Ray tells nobody of them; deaths are told 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -68,6 +69,9 @@ class NodeActor:
                 except (UntaxError, OSError) as exc:
                     return {"refused": f"{type(exc).__name__}: {exc}"}
                 self._agent = agent
+                # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
+                gc.collect()
+                gc.freeze()
                 self._watching = asyncio.ensure_future(self._watch_keeper())
         assert self._agent.member is not None
         return {"member": self._agent.member.to_data()}

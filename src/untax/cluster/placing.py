@@ -1,13 +1,15 @@
 """How a lease finds its node: rank what is known, ask the best, and the next when that one refuses. Nobody else is asked on the way.
 
 The nodes come and go with `follow` and `leave`; each that is followed says what changes there (`RemoteEngine.watch`). One that does not answer
-is not asked for leases until it does again.
+is not asked for leases until it does again. A lease that waits at a full node is asked for elsewhere too once another has room, and keeps
+its turn until that one has given it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -66,6 +68,7 @@ class Placing:
         self.views = Views(here=here, salt=secrets.token_hex(4))
         self._on_lost = on_lost
         self._nodes: dict[str, _Followed] = {}
+        self._waiting: dict[asyncio.Future[None], None] = {}  # of leases that wait, for the next word of any node
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
 
     # ---- who is there ----
@@ -73,7 +76,8 @@ class Placing:
     def follow(self, node: str, engine: RemoteEngine) -> None:
         """A node whose engine is connected takes leases from now on; an earlier one of the same name is left."""
         self.leave(node)
-        self.views.joined(node, isolation=engine.substrate.isolation, link_s=engine.link_s)
+        self.views.joined(node, isolation=engine.substrate.isolation)
+        engine.on_link(lambda link_s: self.views.linked(node, link_s))
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
 
     def leave(self, node: str, engine: RemoteEngine | None = None) -> None:
@@ -82,6 +86,7 @@ class Placing:
         if followed is not None and engine in (None, followed.engine):
             del self._nodes[node]
             followed.watching.cancel()
+            followed.engine.on_link(None)
             self.views.left(node)
 
     def engine(self, node: str) -> RemoteEngine:
@@ -104,6 +109,8 @@ class Placing:
             nonlocal delay_s
             delay_s = _FIRST_RETRY_S
             self.views.told(node, part)
+            if self._waiting:
+                self._wake(node)
 
         while True:
             try:
@@ -131,7 +138,7 @@ class Placing:
         tried: dict[str, UntaxError] = {}
         full = 0
         while full < _MOST_FULL:
-            best = next((one for one in await self.ranked(spec) if one.node not in tried), None)
+            best = next((one for one in await self.ranked(spec, most=len(tried) + 2) if one.node not in tried), None)
             if best is None:
                 break
             full += best.is_full
@@ -145,37 +152,94 @@ class Placing:
         return await self._wait(request, began_s, tried)
 
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
-        """Nobody has room, and all who might have said so: the lease waits where the line is shortest."""
+        """Nobody has room, and all who might have said so: the lease waits where the line is shortest, until another has room."""
         waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
         best = next((one for one in await self.ranked(request.spec) if one.is_full or one.node in waitable), None)
         if best is not None:
-            return await self._ask(best, _in_time(request, began_s), tried, may_refuse=False)
+            return await self._wait_at(best, request, began_s, tried)
         failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
         if failures:
             raise named(*failures[-1])
         raise self._nowhere(request.spec, tried)
 
-    async def _ask(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> RemoteBox:
-        engine = self._nodes[ranked.node].engine
-        claim = self.views.claim(ranked)
+    async def _wait_at(self, best: Ranked, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
+        """Its turn there is kept until another node has given the lease, so that it is never lost for nothing; of two that come one is given back."""
+        since_s = time.monotonic()
+        waiting = self._asking(best, _in_time(request, began_s), tried, may_refuse=False)
+        moving: asyncio.Task[RemoteBox] | None = None
+        taken: asyncio.Task[RemoteBox] = waiting
         try:
-            box = await engine.fulfil(request, may_refuse=may_refuse)
+            while not waiting.done():
+                await self._next_word(waiting)
+                other = None if waiting.done() else self.views.better(request.spec, best.node, time.monotonic() - since_s)
+                if other is not None:
+                    asked = {node: exc for node, exc in tried.items() if node != best.node}
+                    asked[best.node] = LeaseRefused("full", f"it had no room yet when {other.node} had")
+                    moving = self._asking(other, _in_time(request, began_s), asked, may_refuse=True)
+                    await asyncio.wait((waiting, moving), return_when=asyncio.FIRST_COMPLETED)
+                    if not waiting.done() and _has_come(moving):
+                        taken = moving
+                        break
+            if moving is not None and not _has_come(waiting) and taken is waiting:
+                await asyncio.wait((moving,))  # where it waited it failed
+                taken = moving if _has_come(moving) else waiting
+            return taken.result()
+        finally:
+            for task in (waiting, moving):
+                if task is not None and (task is not taken or not _has_come(task)):
+                    task.cancel()
+                    task.add_done_callback(_give_back)
+
+    def _asking(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> asyncio.Task[RemoteBox]:
+        return asyncio.get_running_loop().create_task(self._ask(ranked, request, tried, may_refuse=may_refuse))
+
+    async def _next_word(self, waiting: asyncio.Task[RemoteBox]) -> None:
+        """Return when some node has room, or what is waited for is there."""
+        told = asyncio.get_running_loop().create_future()
+        self._waiting[told] = None
+        try:
+            await asyncio.wait((waiting, told), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting.pop(told, None)
+
+    def _wake(self, node: str) -> None:
+        """As many of those who wait as the node has room for, those who came first."""
+        view = self.views.view(node)
+        room = min(view.free_sandboxes, len(self._waiting)) if view is not None and view.free_mib > 0 else 0
+        for told in list(self._waiting)[: max(0, int(room))]:
+            del self._waiting[told]
+            if not told.done():
+                told.set_result(None)
+
+    async def _ask(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> RemoteBox:
+        if ranked.node not in self._nodes:
+            raise BackendError("", f"node {ranked.node} has left")
+        engine = self._nodes[ranked.node].engine
+        claim = self.views.claim(ranked, request.spec.limits.memory_mib)
+        why = ""
+
+        def sent(number: int) -> None:
+            nonlocal why
+            claim.number = number
+            why = ranked.why  # the words are found while the node works
+
+        try:
+            box = await engine.fulfil(request, may_refuse=may_refuse, on_sent=sent)
         except BaseException as exc:
             self.views.failed(claim, exc if isinstance(exc, UntaxError) and is_better_elsewhere(exc) else None)
             raise
         self.views.came(claim)
+        box.on_given_back = functools.partial(self.views.ended, claim)
         if box.ledger.wanted:
             self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
-        box.ledger.placed = Placed(ranked.node, ranked.why, tuple((node, str(exc)) for node, exc in tried.items()))
+        box.ledger.placed = Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))
         return box
 
-    async def ranked(self, spec: EnvSpec) -> list[Ranked]:
-        """Where a lease of `spec` could go now, best first."""
-        if self.views.ladder(spec) is None or self.views.unasked(spec):
+    async def ranked(self, spec: EnvSpec, *, most: int | None = None) -> list[Ranked]:
+        """Where a lease of `spec` could go now, best first; with `most`, so many of them."""
+        if not self.views.is_known(spec):
             await self._learn(spec)
-        for node, followed in self._nodes.items():
-            self.views.linked(node, followed.engine.link_s)
-        return self.views.rank(spec) if self.views.ladder(spec) is not None else []
+        return self.views.rank(spec, most=most)
 
     def _nowhere(self, spec: EnvSpec, tried: Mapping[str, UntaxError]) -> UntaxError:
         reasons = {node: str(exc) for node, exc in tried.items()} | self.views.left_out(spec)
@@ -229,6 +293,17 @@ class Placing:
             stages, present = await followed.engine.ladder(spec)
             self.views.learnt(spec, node, stages)
             self.views.told(node, {"stored": [key.partition("~")[0] for key in present]})
+
+
+def _has_come(asking: asyncio.Task[RemoteBox]) -> bool:
+    return asking.done() and not asking.cancelled() and asking.exception() is None
+
+
+def _give_back(asking: asyncio.Task[RemoteBox]) -> None:
+    """Of a lease that came although nobody wants it any more."""
+    if _has_come(asking):
+        box = asking.result()
+        box._engine.chore(box.release())
 
 
 def _in_time(request: Request, began_s: float) -> Request:

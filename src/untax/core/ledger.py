@@ -177,6 +177,11 @@ class Ledger:
         return bool(self._recent or self._kept or self._folded.count)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it is final."""
+        return self._end_ns is not None
+
+    @property
     def held_s(self) -> float:
         """How long the holder had it, up to now."""
         if self._held_from_ns is None:

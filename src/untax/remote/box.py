@@ -8,6 +8,7 @@ import logging
 import secrets
 import time
 from builtins import list as list_
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
@@ -43,6 +44,8 @@ class RemoteBox(Box):
     """Made by a `RemoteEngine` of what the server answered."""
 
     _engine: RemoteEngine
+    on_given_back: Callable[[], object] | None = None
+    """Told once the server has it back."""
 
     def __init__(self, engine: RemoteEngine, request: Request, lease_id: str, asked_ns: int, reply: Reply) -> None:
         with contextlib.ExitStack() as undo:
@@ -198,3 +201,5 @@ class RemoteBox(Box):
         finally:
             if channel is not None:
                 channel.close()
+            if self.on_given_back is not None:
+                self.on_given_back()

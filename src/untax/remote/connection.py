@@ -121,6 +121,8 @@ class Connection:
         self.server: Server | None = None
         self.on_lost: Callable[[str], None] | None = None
         """Told each time that the connection breaks, taken up again or not."""
+        self.on_way: Callable[[float], None] | None = None
+        """Told what `way_s` is, each time that it was looked at."""
         self._place = dialler
         self._on_event = on_event
         self._on_forgotten = on_forgotten
@@ -142,30 +144,43 @@ class Connection:
     # ---- requests ----
 
     async def request(
-        self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None, is_standing: bool = False
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        on_part: Part | None = None,
+        on_sent: Callable[[int], None] | None = None,
+        is_standing: bool = False,
     ) -> Reply:
         """Carry one request out over there. Cancelling it gives back what it came to. A standing one lasts until then.
 
-        Raises what the server raised; `BackendError` when it is gone, or silent for `timeout_s`.
+        `on_sent` is told its number as soon as it is on its way, and may do then what nobody is to wait for. Raises what the server raised;
+        `BackendError` when it is gone, or silent for `timeout_s`.
         """
         self.check_process()
-        await self.connect()
-        while self._stream is None:  # lost again before this went on
+        while self._stream is None or self._is_closed:  # also when it is lost again before this went on
             await self.connect()
         answer: asyncio.Future[Reply] = self._loop.create_future()
         request_id = self._take_id()
         pending = self._pending[request_id] = _Pending(op, args, on_part, answer)
         pending.is_standing = is_standing
+        deadline: asyncio.Timeout | None = None
         try:
             self._send(request_id, pending)
-            async with asyncio.timeout(timeout_s) as deadline:
+            if on_sent is not None:
+                on_sent(request_id)
+            if timeout_s is None:
                 reply = await answer
+            else:
+                async with asyncio.timeout(timeout_s) as deadline:
+                    reply = await answer
+        except UntaxError:
+            self._pending.pop(request_id, None)
+            raise
         except BaseException as exc:
-            if isinstance(exc, UntaxError):
-                self._pending.pop(request_id, None)
-                raise
             self._abandon(request_id, pending)
-            if isinstance(exc, TimeoutError) and deadline.expired():
+            if isinstance(exc, TimeoutError) and deadline is not None and deadline.expired():
                 raise BackendError("", f"the server at {self._place} did not answer {op} within {timeout_s:g} s") from None
             raise
         self._pending.pop(request_id, None)
@@ -203,6 +218,8 @@ class Connection:
         # A loop that was busy with something else makes a way seem long, nothing makes it seem short.
         before_s = self.way_s
         self._way_s = seconds if seconds < before_s else before_s + _WAY_WEIGHT * (seconds - before_s)
+        if self.on_way is not None:
+            self.on_way(self._way_s)
 
     # ---- its life ----
 

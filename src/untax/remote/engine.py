@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +64,8 @@ class RemoteEngine(Leasing):
     """Leases sandboxes of a server. `async with`, or `start()` and `aclose()`. For one process and one event loop."""
 
     box_class: type[RemoteBox] = RemoteBox
+    wants_facts = False
+    """Whether leases are to say what commands find inside."""
 
     def __init__(self, url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None, clock: Clock = now_ns) -> None:
         super().__init__(clock)
@@ -122,6 +124,14 @@ class RemoteEngine(Leasing):
         if self._connection is None or self._connection.server is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
         return self._connection.way_s
+
+    def on_link(self, told: Callable[[float], None] | None) -> None:
+        """Have `told` know of `link_s` now, and each time that it was looked at; None ends that."""
+        if self._connection is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        self._connection.on_way = told
+        if told is not None:
+            told(self.link_s)
 
     @property
     def substrate(self) -> RemoteSubstrate:
@@ -197,8 +207,11 @@ class RemoteEngine(Leasing):
 
     # ---- how a box comes to be ----
 
-    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
-        """`may_refuse`: `LeaseRefused` at once where it would have to wait for the end of another lease, for who knows of other servers."""
+    async def fulfil(self, request: Request, *, may_refuse: bool = False, on_sent: Callable[[int], None] | None = None) -> RemoteBox:
+        """`may_refuse`: `LeaseRefused` at once where it would have to wait for the end of another lease, for who knows of other servers.
+
+        `on_sent` is told the number of the request, by which views of the server say whether they have it in.
+        """
         self._check_running()
         asked_ns = self.clock()
         lease_id = new_lease_id()
@@ -212,9 +225,11 @@ class RemoteEngine(Leasing):
         }
         if may_refuse:
             args["may_refuse"] = True
+        if self.wants_facts:
+            args["facts"] = True
         timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
         try:
-            reply = await self.request("lease", args, timeout_s=timeout_s)
+            reply = await self.request("lease", args, timeout_s=timeout_s, on_sent=on_sent)
         except BackendError as exc:
             if timeout_s is not None and self.clock() - asked_ns >= timeout_s * 1e9:
                 raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}: {exc}") from exc
@@ -239,10 +254,18 @@ class RemoteEngine(Leasing):
 
     # ---- for boxes and snapshots ----
 
-    async def request(self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None) -> Reply:
+    async def request(
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        on_part: Part | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> Reply:
         if self._connection is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
-        return await self._connection.request(op, args, timeout_s=timeout_s, on_part=on_part)
+        return await self._connection.request(op, args, timeout_s=timeout_s, on_part=on_part, on_sent=on_sent)
 
     async def ask(self, op: str, **args: Any) -> dict[str, Any]:
         """A request whose answer has no descriptor."""

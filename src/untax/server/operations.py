@@ -44,20 +44,27 @@ class Operations:
         self._on_ledger = on_ledger
         self._on_change = on_change
 
-    async def carry_out(self, owner: Owner, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
+    async def carry_out(self, owner: Owner, number: int, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
         method = getattr(self, f"op_{op}", None) if op.isidentifier() else None
         if method is None:
             raise ProtocolError(f"the server knows no request {op!r}: install the same release on both sides")
-        outcome: Outcome = await method(owner, _Args(args, shift_ns), tell)
+        outcome: Outcome = await method(owner, _Args(args, number, shift_ns), tell)
         return outcome
 
     # ---- leases ----
 
     async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+        asked = owner.leasing(args.request)
+        try:
+            return await self._lease(owner, args, asked)
+        finally:
+            asked()
+
+    async def _lease(self, owner: Owner, args: _Args, asked: Callable[[], object]) -> Outcome:
         engine = self._engine
         lease_id = args.text("lease")
         late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
-        request = checked(engine.offer, args.spec(), late)
+        request = replace(checked(engine.offer, args.spec(), late), on_asked=asked)
         snapshot_id = args.text_or_none("snapshot")
         owner.gate.admit(request.spec)
         if (may_refuse := args.truth_or_false("may_refuse")) and (trouble := engine.trouble(request)) is not None:
@@ -78,7 +85,9 @@ class Operations:
             raise
         owner.leases[lease_id] = box
         self._on_change()
-        body = {"account": account.opening(box.ledger), "image": box.image, "facts": box.facts, "channel": handed.resumed.to_data()}
+        body = {"account": account.opening(box.ledger), "image": box.image, "channel": handed.resumed.to_data()}
+        if args.truth_or_false("facts"):
+            body["facts"] = box.facts
         return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
 
     async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
@@ -261,8 +270,10 @@ def _told(snapshot: Snapshot) -> Body:
 class _Args:
     """The arguments of a request, each asked for by its type. `ProtocolError` for what is missing or something else."""
 
-    def __init__(self, given: Mapping[str, Any], shift_ns: int) -> None:
+    def __init__(self, given: Mapping[str, Any], request: int, shift_ns: int) -> None:
         self._given = given
+        self.request = request
+        """The number of the request."""
         self.shift_ns = shift_ns
 
     def _of(self, name: str, *kinds: type) -> Any:
@@ -296,7 +307,7 @@ class _Args:
         return value
 
     def truth_or_false(self, name: str) -> bool:
-        """For what older clients do not say."""
+        """For what is said only where it is so."""
         return self.truth(name) if name in self._given else False
 
     def mapping(self, name: str) -> Mapping[str, Any]:

@@ -232,7 +232,7 @@ async def test_an_owner_that_does_not_come_back_loses_its_leases(fake, tmp_path,
             await box.run(["true"])
         assert box.ledger.verdict == "infra"
         await until(lambda: service.ledgers)
-        theirs = json.loads(service.ledgers[0][1])
+        theirs = json.loads(service.ledgers[0].text)
         assert theirs["verdict"] == "infra"
         assert "gone" in theirs["reasons"][0]
         await engine.aclose()
@@ -410,7 +410,7 @@ async def test_a_sandbox_that_dies_is_lost_on_both_sides(fake, tmp_path):
         await until(lambda: not fake.live)
         assert service.leases == 1  # until it is given up
     assert box.ledger.verdict == "infra"
-    assert json.loads(service.ledgers[-1][1])["verdict"] == "infra"
+    assert json.loads(service.ledgers[-1].text)["verdict"] == "infra"
 
 
 async def test_a_failed_reset_loses_the_box(fake, tmp_path):
@@ -421,7 +421,7 @@ async def test_a_failed_reset_loses_the_box(fake, tmp_path):
         with pytest.raises(untax.SandboxLost, match="its reset failed"):
             await box.run(["true"])
         del fake.failures["open_channel"]
-    assert json.loads(service.ledgers[-1][1])["verdict"] == box.ledger.verdict == "infra"
+    assert json.loads(service.ledgers[-1].text)["verdict"] == box.ledger.verdict == "infra"
     assert not fake.live
 
 
