@@ -48,8 +48,10 @@ class SocketStream:
     def detach(self) -> socket.socket:
         """Give the socket to another owner, for example a `BlockingChannel`; the stream is closed without a word."""
         if self._loop is not None:
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
+            if not self._paused:
+                self._loop.remove_reader(self._fd)
+            if self._kept:
+                self._loop.remove_writer(self._fd)
         self._closed = True
         self._wake()
         return self._sock

@@ -43,6 +43,7 @@ log = logging.getLogger("untax.fleet")
 _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, before one of them is waited for
 _LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slower is placed without
 _LEAST_WAIT_S = 0.001
+_PATIENCE_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
 _ELSEWHERE = (
     BackendError,
@@ -68,6 +69,8 @@ class Placing:
         self.views = Views(here=here, salt=secrets.token_hex(4))
         self._on_lost = on_lost
         self._nodes: dict[str, _Followed] = {}
+        self._asked = 0  # leases that are being asked for now
+        self._last: EnvSpec | None = None  # that was asked for
         self._waiting: dict[asyncio.Future[None], None] = {}  # of leases that wait, for the next word of any node
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
 
@@ -111,6 +114,8 @@ class Placing:
             self.views.told(node, part)
             if self._waiting:
                 self._wake(node)
+            elif not self._asked and self._last is not None:
+                self.views.foresee(self._last)  # groups of rollouts have one spec
 
         while True:
             try:
@@ -138,7 +143,9 @@ class Placing:
         tried: dict[str, UntaxError] = {}
         full = 0
         while full < _MOST_FULL:
-            best = next((one for one in await self.ranked(spec, most=len(tried) + 2) if one.node not in tried), None)
+            best = self.views.foreseen(spec) if not tried else None
+            if best is None:
+                best = next((one for one in await self.ranked(spec, most=len(tried) + 2) if one.node not in tried), None)
             if best is None:
                 break
             full += best.is_full
@@ -194,11 +201,11 @@ class Placing:
         return asyncio.get_running_loop().create_task(self._ask(ranked, request, tried, may_refuse=may_refuse))
 
     async def _next_word(self, waiting: asyncio.Task[RemoteBox]) -> None:
-        """Return when some node has room, or what is waited for is there."""
+        """Return when some node has room, or what is waited for is there; now and then anyway, because who has waited for longer goes further."""
         told = asyncio.get_running_loop().create_future()
         self._waiting[told] = None
         try:
-            await asyncio.wait((waiting, told), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, told), timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._waiting.pop(told, None)
 
@@ -215,7 +222,10 @@ class Placing:
         if ranked.node not in self._nodes:
             raise BackendError("", f"node {ranked.node} has left")
         engine = self._nodes[ranked.node].engine
+        engine.knock()
         claim = self.views.claim(ranked, request.spec.limits.memory_mib)
+        self._asked += 1
+        self._last = request.spec
         why = ""
 
         def sent(number: int) -> None:
@@ -228,12 +238,18 @@ class Placing:
         except BaseException as exc:
             self.views.failed(claim, exc if isinstance(exc, UntaxError) and is_better_elsewhere(exc) else None)
             raise
+        finally:
+            self._asked -= 1
         self.views.came(claim)
         box.on_given_back = functools.partial(self.views.ended, claim)
-        if box.ledger.wanted:
-            self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
-        box.ledger.placed = Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))
+        box.note(lambda ledger: setattr(ledger, "placed", Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))))
+        asyncio.get_running_loop().call_soon(self._learn_of, request.spec, ranked.node, box)  # nobody waits for that
         return box
+
+    def _learn_of(self, spec: EnvSpec, node: str, box: RemoteBox) -> None:
+        """Which stages it really needed there."""
+        if box.ledger.wanted:
+            self.views.learnt(spec, node, box.ledger.wanted)
 
     async def ranked(self, spec: EnvSpec, *, most: int | None = None) -> list[Ranked]:
         """Where a lease of `spec` could go now, best first; with `most`, so many of them."""

@@ -25,6 +25,7 @@ from untax.pool.nodes import NodeView, Ranked, better, rank, unfit
 _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
 _USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to be usual
 _MOST_LADDERS = 4096
+_FORESEEN_S = 1.0  # what was found ahead holds for so long, while nothing else is heard: stages that are being built come nearer
 
 _NUMBERS = ("most_starting", "waiting", "cpus", "busy", "filled")
 _Asked = tuple[Recipe, Limits, str | None, str | None]
@@ -46,6 +47,14 @@ class Claim:
     is_answered: bool = False
     is_over: bool = False
     """Its lease has ended before a view had it in: what was idle is used all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    spec: EnvSpec
+    version: int
+    at_s: float
+    best: Ranked
 
 
 class _Node:
@@ -129,11 +138,14 @@ class Views:
         self._nodes: dict[str, _Node] = {}
         self._usual = Costs()
         self._ladders: OrderedDict[_Asked, dict[str, tuple[Stage, ...]]] = OrderedDict()
+        self._version = 0  # of all of this
+        self._foreseen: _Foreseen | None = None
 
     # ---- who is there ----
 
     def joined(self, node: str, *, isolation: str, link_s: float = 0.0) -> None:
         """It can be leased from; until it has said more, it is taken to have nothing."""
+        self._version += 1
         if node not in self._nodes:
             self._nodes[node] = _Node(NodeView(node, isolation))
         self._nodes[node].view.link_s = link_s
@@ -141,21 +153,25 @@ class Views:
     def linked(self, node: str, link_s: float) -> None:
         """So long the way there and back takes now."""
         one = self._nodes.get(node)
-        if one is not None:
+        if one is not None and one.view.link_s != link_s:
+            self._version += 1
             one.view.link_s = link_s
 
     def left(self, node: str) -> None:
+        self._version += 1
         self._nodes.pop(node, None)
         for known in self._ladders.values():
             known.pop(node, None)
 
     def lost(self, node: str, why: str) -> None:
         """It does not answer; not asked until it says something of itself again."""
+        self._version += 1
         if node in self._nodes:
             self._nodes[node].view.trouble = f"it does not answer: {why}"
 
     def drained(self, node: str) -> None:
         """It takes no new leases."""
+        self._version += 1
         if node in self._nodes:
             self._nodes[node].view.is_draining = True
 
@@ -164,6 +180,7 @@ class Views:
         one = self._nodes.get(node)
         if one is None:
             return
+        self._version += 1
         now_s = self._clock()
         try:
             one.take(part, now_s)
@@ -217,6 +234,7 @@ class Views:
             if len(self._ladders) > _MOST_LADDERS:
                 self._ladders.popitem(last=False)
         if known.get(node) != stages:
+            self._version += 1
             if any(one[-1].is_portable for one in known.values()) and stages[-1].is_portable:
                 known.clear()  # the image's name stands for something else now, everywhere
             known[node] = stages
@@ -244,6 +262,23 @@ class Views:
             most=most,
         )
 
+    def foresee(self, spec: EnvSpec) -> None:
+        """Have the best for a lease of `spec` ready, with its words: for who has nothing else to do, before the next one is asked for."""
+        foreseen = self._foreseen
+        if foreseen is not None and foreseen.spec is spec and foreseen.version == self._version:
+            return
+        found = self.rank(spec, most=2) if self.is_known(spec) else []
+        if found and not any(one.view.avoided_s for one in self._nodes.values()):
+            assert found[0].why
+            self._foreseen = _Foreseen(spec, self._version, self._clock(), found[0])
+
+    def foreseen(self, spec: EnvSpec) -> Ranked | None:
+        """What `rank` would have first, where that is known already."""
+        found = self._foreseen
+        if found is None or found.spec is not spec or found.version != self._version or self._clock() - found.at_s > _FORESEEN_S:
+            return None
+        return found.best
+
     def better(self, spec: EnvSpec, node: str, waited_s: float) -> Ranked | None:
         """Where a lease that waits at `node` would be served so much sooner that it is worth asking there."""
         waiting = self.view(node)
@@ -262,6 +297,7 @@ class Views:
         key = choice.start.key if choice.entry is not None and choice.start is not None else None
         building = tuple(stage.key for stage in choice.missing)
         claim = Claim(ranked.node, key, choice.kind == "exact", building, memory_mib, self._clock())
+        self._version += 1
         one = self._nodes[ranked.node]
         one.claims.append(claim)
         one.correct()
@@ -271,11 +307,13 @@ class Views:
         """It is there. The claim stays until a view has it in."""
         claim.is_answered = True
         one = self._nodes.get(claim.node)
-        if one is not None:
+        if one is not None and one.refusals:
+            self._version += 1
             one.refusals, one.avoided_until_s = 0, -math.inf
 
     def ended(self, claim: Claim) -> None:
         """The lease was given back."""
+        self._version += 1
         claim.is_over = True
         one = self._nodes.get(claim.node)
         if one is not None and claim in one.claims:
@@ -283,6 +321,7 @@ class Views:
 
     def failed(self, claim: Claim, why: Exception | None = None) -> None:
         """It came to nothing. A node that refused, or did not answer, is left alone for a while."""
+        self._version += 1
         one = self._nodes.get(claim.node)
         if one is None:
             return

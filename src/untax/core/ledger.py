@@ -194,6 +194,11 @@ class Ledger:
         return self._start_ns
 
     @property
+    def held_ns(self) -> int | None:
+        """When the holder had it, on the same clock."""
+        return self._held_from_ns
+
+    @property
     def actions(self) -> tuple[ActionRecord, ...]:
         """The first `KEPT_ACTIONS` of them, and the latest."""
         return (*self._kept, *self._recent)

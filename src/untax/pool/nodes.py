@@ -86,7 +86,7 @@ class NodeView:
 class Ranked:
     """One node that could take it."""
 
-    __slots__ = ("_choice", "_found", "expected_s", "is_full", "node", "note", "other")
+    __slots__ = ("_choice", "_found", "_why", "expected_s", "is_full", "node", "note", "other")
 
     def __init__(self, found: _Found, note: str, other: Ranked | None) -> None:
         self.node = found.view.node
@@ -99,6 +99,7 @@ class Ranked:
         """The best of the nodes behind it."""
         self._found = found
         self._choice: Choice | None = None
+        self._why: str | None = None
 
     @property
     def view(self) -> NodeView:
@@ -114,9 +115,9 @@ class Ranked:
     @property
     def why(self) -> str:
         """One sentence for people."""
-        if self.other is None:
-            return f"{self.said()}; no other node could take it"
-        return f"{self.said()}; next: {self.other.said()}"
+        if self._why is None:
+            self._why = f"{self.said()}; {f'next: {self.other.said()}' if self.other is not None else 'no other node could take it'}"
+        return self._why
 
     def said(self) -> str:
         return f"{self.choice.said()}{f' ({self.note})' if self.note else ''}"

@@ -23,12 +23,13 @@ from untax.core.span import now_ns
 from untax.core.stream import ByteStream
 from untax.remote.boot import boot_id
 from untax.remote.dial import GREETING_S, Dialler
-from untax.remote.messages import PROTOCOL, Body, error_of
+from untax.remote.messages import KNOCK, PROTOCOL, Body, error_of
 from untax.remote.stream import MessageStream
 
 log = logging.getLogger("untax.remote")
 
 _SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
+_ASLEEP_S = 0.004  # after which a process that had nothing to do takes a while to get going
 _WAY_WEIGHT = 0.05  # of a way that took longer than was known: one that has become slow is noticed after some dozen
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
@@ -138,6 +139,7 @@ class Connection:
         self._beat: asyncio.TimerHandle | None = None
         self._beat_ns: int | None = None  # when the last one was sent that has no answer yet
         self._way_s: float | None = None
+        self._awake_s = -math.inf  # when something was said last, here or there
         self._unheard = 0
         self._is_closed = False
 
@@ -186,6 +188,14 @@ class Connection:
         self._pending.pop(request_id, None)
         return reply
 
+    def knock(self) -> bool:
+        """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Whether it may have been."""
+        if self._stream is None or self._loop.time() - self._awake_s < _ASLEEP_S:
+            return False
+        self._awake_s = self._loop.time()
+        self._stream.send(KNOCK)
+        return True
+
     def _take_id(self) -> int:
         request_id = self._next_id
         self._next_id += 1
@@ -193,6 +203,7 @@ class Connection:
 
     def _send(self, request_id: int, pending: _Pending) -> None:
         assert self._stream is not None
+        self._awake_s = self._loop.time()
         self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
 
     def _seen(self) -> int:
@@ -321,6 +332,7 @@ class Connection:
 
     def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
         self._unheard = 0
+        self._awake_s = self._loop.time()
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
             self._on_event(event, body)

@@ -24,7 +24,7 @@ from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus
 from untax.remote.address import is_web, socket_path, web_address
-from untax.remote.box import RemoteBox, new_lease_id
+from untax.remote.box import RemoteBox
 from untax.remote.connection import Connection, Part, Reply, Server
 from untax.remote.dial import Dialler, UnixDialler, WebDialler
 from untax.remote.messages import load_types
@@ -72,6 +72,8 @@ class RemoteEngine(Leasing):
         self.url = url
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
+        self._leases = 0
+        self._has_knocked = False
 
     # ---- its own life ----
 
@@ -214,7 +216,9 @@ class RemoteEngine(Leasing):
         """
         self._check_running()
         asked_ns = self.clock()
-        lease_id = new_lease_id()
+        self.knock()
+        self._leases += 1
+        lease_id = f"lse-{self._leases}"  # our own, so that a lease can be named whose reply never came
         args = {
             "lease": lease_id,
             "spec": request.spec,
@@ -227,6 +231,9 @@ class RemoteEngine(Leasing):
             args["may_refuse"] = True
         if self.wants_facts:
             args["facts"] = True
+        if self._has_knocked:
+            self._has_knocked = False
+            args["knock"] = True  # by the time it answers, we are asleep
         timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
         try:
             reply = await self.request("lease", args, timeout_s=timeout_s, on_sent=on_sent)
@@ -240,12 +247,15 @@ class RemoteEngine(Leasing):
             self.chore(self._give_back(lease_id))
             raise
         self._boxes.add(box)
-        self._came(asked_ns, reply.body["account"])
+        assert self._connection is not None
+        there_ns = int(reply.body["held_ns"]) - int(reply.body.get("began_ns") or 0)
+        self._connection.took(max(0.0, (self.clock() - asked_ns - there_ns) / 1e9))
         return box
 
-    def _came(self, asked_ns: int, account: Mapping[str, Any]) -> None:
-        assert self._connection is not None
-        self._connection.took(max(0.0, (self.clock() - asked_ns - (int(account["held_ns"]) - int(account["start_ns"]))) / 1e9))
+    def knock(self) -> None:
+        """A lease is about to be asked for: a server that is asleep wakes up meanwhile."""
+        if self._connection is not None and self._connection.knock():
+            self._has_knocked = True
 
     async def _give_back(self, lease_id: str) -> None:
         """A lease that could not be taken."""

@@ -41,14 +41,14 @@ _MODULES = ("core.spec", "core.root", "core.stage", "core.substrate", "core.ledg
 
 _AGAIN = ("EnvSpec", "Stage", "ImageConfig", "Unenforced")
 """Those of them that come again and again. Nothing ever changes one."""
-_UNHASHABLE = frozenset(("Stage", "ImageConfig"))  # they have mappings in them
 _AGAIN_KEPT = 1024  # values, each way
 _AGAIN_MAX = 8 << 10  # bytes of one that is kept: what others send must not fill our memory
 
 _known: dict[str, type[Any]] = {}
 _again: set[type[Any]] = set()
-_texts: dict[object, tuple[Any, bytes]] = {}  # by value, or by the identity of one that has no hash: it is held, so that it stays its own
+_texts: dict[int, tuple[Any, bytes]] = {}  # by the identity of a value, which is held so that it stays its own
 _values: dict[bytes, Any] = {}
+_encoders: list[_Encoder] = []  # that nobody uses at the moment
 
 
 def load_types() -> None:
@@ -80,25 +80,43 @@ def _fields_of(kind: type[Any]) -> tuple[str, ...] | None:
     return found
 
 
-class _Special:
-    """Turns what JSON has no word for into what it has, one level at a time, and counts the marks that it leaves."""
-
-    __slots__ = ("attached", "marks")
+class _Encoder:
+    """JSON of one value after the other, with what JSON has no word for turned into what it has, one level at a time."""
 
     def __init__(self) -> None:
         self.attached: list[bytes] = []
-        self.marks = 0
+        self._marks = 0  # that were left
+        encoder = json.JSONEncoder(separators=(",", ":"), default=self._special, check_circular=False)
+        made = getattr(json.encoder, "c_make_encoder", None)
+        self._encode: Callable[[Any], str]
+        if made is None:
+            self._encode = encoder.encode
+        else:  # as `JSONEncoder.encode` does it, which makes it anew for every text
+            text_of = json.encoder.encode_basestring_ascii
+            quick = made(None, self._special, text_of, None, encoder.key_separator, encoder.item_separator, False, False, True)
+            self._encode = lambda value: "".join(quick(value, 0))
 
-    def __call__(self, value: Any) -> Any:
+    def text(self, value: Any, marks: int = 0) -> str | None:
+        """None when something in it begins as our marks do, which is looked for afterwards because hardly anything does. `marks` are known of."""
+        self.attached, self._marks = [], marks
+        try:
+            text = self._encode(value)
+        except UsageError:
+            raise
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise UsageError(f"{type(value).__name__} cannot be sent to or by a server: {exc}") from exc
+        return text if text.count('"$') == self._marks else None
+
+    def _special(self, value: Any) -> Any:
         kind = type(value)
         if (names := _fields_of(kind)) is not None:
-            self.marks += 1
+            self._marks += 1
             if kind in _again and (text := _text_of(value)) is not None:
                 self.attached.append(text)
                 return {"$value": len(self.attached) - 1}
             return {"$type": kind.__name__, **{name: getattr(value, name) for name in names}}
         if isinstance(value, (bytes, bytearray, memoryview)):
-            self.marks += 1
+            self._marks += 1
             self.attached.append(bytes(value))
             return {"$bytes": len(self.attached) - 1}
         if isinstance(value, Mapping):
@@ -108,31 +126,29 @@ class _Special:
         raise UsageError(f"{value!r} cannot be sent to or by a server")
 
 
-def _quick(value: Any, special: _Special) -> str | None:
-    """As JSON; None when something in it begins as our marks do, which it is looked for afterwards because hardly anything does."""
+def _quick(value: Any, marks: int = 0) -> tuple[str | None, list[bytes]]:
+    """What an encoder that nobody else uses now makes of it, and the byte strings beside it."""
     try:
-        text = json.JSONEncoder(separators=(",", ":"), default=special).encode(value)
-    except UsageError:
-        raise
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise UsageError(f"{type(value).__name__} cannot be sent to or by a server: {exc}") from exc
-    return text if text.count('"$') == special.marks else None
+        encoder = _encoders.pop()
+    except IndexError:
+        encoder = _Encoder()
+    try:
+        return encoder.text(value, marks), encoder.attached
+    finally:
+        _encoders.append(encoder)
 
 
 def _text_of(value: Any) -> bytes | None:
     """A value that comes again, as the bytes that it is known by; None for one that has to go along as others do."""
-    key = id(value) if type(value).__name__ in _UNHASHABLE else value
-    known = _texts.get(key)
+    known = _texts.get(id(value))
     if known is not None:
         return known[1]
-    special = _Special()
-    special.marks = 1
-    text = _quick({"$type": type(value).__name__, **{name: getattr(value, name) for name in _fields_of(type(value)) or ()}}, special)
-    if text is None or special.attached or len(text) > _AGAIN_MAX:
+    text, attached = _quick({"$type": type(value).__name__, **{name: getattr(value, name) for name in _fields_of(type(value)) or ()}}, 1)
+    if text is None or attached or len(text) > _AGAIN_MAX:
         return None
     if len(_texts) >= _AGAIN_KEPT:
         _texts.clear()
-    known = _texts[key] = value, text.encode()
+    known = _texts[id(value)] = value, text.encode()
     return known[1]
 
 
@@ -183,6 +199,19 @@ def _unpacked(value: Any, attached: list[bytes], depth: int = 0) -> Any:
     return made(**fields)
 
 
+_scan = json.JSONDecoder().scan_once
+
+
+def _read(text: bytes) -> Any:
+    """JSON. As a rule it is all there is, with nothing before and nothing after it; otherwise it is read by the book."""
+    string = text.decode()
+    try:
+        value, end = _scan(string, 0)
+    except StopIteration:
+        end = -1
+    return value if end == len(string) else json.loads(string)
+
+
 def _attachment(index: Any, attached: list[bytes]) -> bytes:
     if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(attached):
         raise ProtocolError(f"a message without its attachment {index!r}")
@@ -193,7 +222,7 @@ def _value_of(text: bytes) -> Any:
     """One that comes again: what these bytes stood for before, where they did."""
     known = _values.get(text)
     if known is None:
-        known = _unpacked(json.loads(text), [])
+        known = _unpacked(_read(text), [])
         if type(known) not in _again:
             raise ProtocolError(f"a message with a {type(known).__name__} among the values that come again")
         if len(text) <= _AGAIN_MAX:
@@ -208,9 +237,9 @@ def _value_of(text: bytes) -> Any:
 
 def encode(body: Mapping[str, Any], descriptors: int = 0) -> bytes:
     """One message with its header; names in it are strings. `UsageError` for one that is too large, or that nobody could read."""
-    special = _Special()
-    quick = _quick(body, special)
-    attached = special.attached
+    if body is KNOCK:
+        return _KNOCK
+    quick, attached = _quick(body)
     if quick is None:
         attached = []
         quick = _as_json(_packed(body, attached))
@@ -243,7 +272,7 @@ def decode(message: bytes) -> tuple[Body, int]:
         attached.append(message[at : at + size])
         at += size
     try:
-        body = _unpacked(json.loads(text), attached)
+        body = _unpacked(_read(text), attached)
     except ProtocolError:
         raise
     except (ValueError, TypeError, RecursionError, KeyError) as exc:  # UsageError of a spec among them
@@ -251,6 +280,21 @@ def decode(message: bytes) -> tuple[Body, int]:
     if not isinstance(body, dict):
         raise ProtocolError("a message that is not an object")
     return body, descriptors
+
+
+def packed(value: Mapping[str, Any]) -> bytes:
+    """A mapping as one byte string of a message, for who looks into it later or not at all."""
+    return encode(value)[_SIZE.size :]
+
+
+def unpacked(data: bytes) -> Body:
+    """The same again."""
+    return decode(data)[0]
+
+
+KNOCK: Body = {"id": 0, "op": "knock"}
+"""Has no answer: it only wakes who is about to be asked for something."""
+_KNOCK = encode({**KNOCK})
 
 
 class Framer:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
 from untax.pooling import STORE
-from untax.remote.messages import Body
+from untax.remote.messages import Body, packed
 from untax.server.answers import Outcome
 from untax.server.handed import Handed, HangUps, hand_over
 from untax.server.owners import Owner
@@ -53,14 +52,14 @@ class Operations:
 
     # ---- leases ----
 
-    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
         asked = owner.leasing(args.request)
         try:
-            return await self._lease(owner, args, asked)
+            return await self._lease(owner, args, asked, tell)
         finally:
             asked()
 
-    async def _lease(self, owner: Owner, args: _Args, asked: Callable[[], object]) -> Outcome:
+    async def _lease(self, owner: Owner, args: _Args, asked: Callable[[], object], tell: Tell) -> Outcome:
         engine = self._engine
         lease_id = args.text("lease")
         late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
@@ -72,10 +71,17 @@ class Operations:
         if snapshot_id is not None:
             owner.gate.check_snapshot(snapshot_id)
             request = replace(request, snapshot=await engine.find_snapshot(snapshot_id))
-        with _refusing(may_refuse), owner.gate.starting():
-            box = await engine.fulfil(request)
-            owner.gate.leased(1)
         try:
+            with owner.gate.starting():
+                box = await engine.fulfil(request)
+                owner.gate.leased(1)
+        except (PoolTimeout, StageUnavailable) as exc:
+            if may_refuse and (refusal := _refusal(exc)) is not None:
+                raise refusal from exc
+            raise
+        try:
+            if args.truth_or_false("knock"):
+                tell({})  # the holder wakes up while the answer is put together
             handed = await hand_over(box, self._hang_ups)
             if owner.is_over or lease_id in owner.leases:
                 raise UsageError("the owner is gone, or has a lease of this id already")
@@ -85,7 +91,14 @@ class Operations:
             raise
         owner.leases[lease_id] = box
         self._on_change()
-        body = {"account": account.opening(box.ledger), "image": box.image, "channel": handed.resumed.to_data()}
+        body: Body = {
+            "sandbox": box.id,
+            "began_ns": box.ledger.start_ns,
+            "held_ns": box.ledger.held_ns,
+            "account": packed(account.opening(box.ledger)),  # the client has the rest before it looks into that
+            "image": box.image,
+            "channel": handed.resumed.to_data(),
+        }
         if args.truth_or_false("facts"):
             body["facts"] = box.facts
         return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
@@ -235,19 +248,11 @@ class Operations:
         return Outcome({"pools": owner.gate.shown(self._engine.pools())})
 
 
-@contextmanager
-def _refusing(may_refuse: bool) -> Iterator[None]:
+def _refusal(exc: PoolTimeout | StageUnavailable) -> LeaseRefused | None:
     """What another node may be better at is refused as such, for whoever asks several."""
-    try:
-        yield
-    except PoolTimeout as exc:
-        if may_refuse and isinstance(exc.__cause__, UntaxError):  # an allowance of the tenant's, used up
-            raise LeaseRefused("busy", str(exc)) from exc
-        raise
-    except StageUnavailable as exc:
-        if may_refuse and exc.stage == STORE:
-            raise LeaseRefused("disk", str(exc)) from exc
-        raise
+    if isinstance(exc, StageUnavailable):
+        return LeaseRefused("disk", str(exc)) if exc.stage == STORE else None
+    return LeaseRefused("busy", str(exc)) if isinstance(exc.__cause__, UntaxError) else None  # an allowance of the tenant's, used up
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:

@@ -284,6 +284,8 @@ class Session:
             service.answers.seen(owner, seen)
         op, args = body["op"], body.get("args")
         match op:
+            case "knock":
+                pass
             case "renew":
                 self.say({"id": request_id, "ok": {}})
             case "cancel":

@@ -168,6 +168,51 @@ def test_creations_that_were_asked_for_are_load_and_their_stages_are_being_built
     assert views.rank(SPEC)[0].node == first.node  # what is being built there is not built elsewhere too
 
 
+def test_what_was_found_ahead_of_a_lease_is_what_would_be_found_then(views, clock):
+    """And is forgotten with everything that is heard or done."""
+    for node in "ab":
+        views.told(node, told(idle={TOP: 2}))
+    views.foresee(SPEC)
+    best = views.foreseen(SPEC)
+    assert (best.node, best.why) == (views.rank(SPEC)[0].node, views.rank(SPEC)[0].why)
+    assert views.foreseen(untax.EnvSpec(setup=("pip install y",))) is None
+
+    claim = None
+
+    def claims():
+        nonlocal claim
+        claim = views.claim(views.rank(SPEC)[0])
+
+    for happens in (
+        lambda: views.told("b", {"idle": {TOP: 1}}),
+        lambda: views.linked("a", 0.5),
+        claims,
+        lambda: views.ended(claim),
+        lambda: views.failed(claim),
+        lambda: views.lost("a", "no answer"),
+        lambda: views.drained("b"),
+        lambda: views.joined("c", isolation="namespace"),
+        lambda: views.left("c"),
+        lambda: views.learnt(SPEC, "a", stages_of(SPEC, Identity("other"))),
+    ):
+        views.foresee(SPEC)
+        happens()
+        assert views.foreseen(SPEC) is None
+        for node in "ab":
+            views.told(node, told(idle={TOP: 2}, is_draining=False))
+    views.foresee(SPEC)
+    clock.now_s += 60.0
+    assert views.foreseen(SPEC) is None
+
+
+def test_nothing_is_found_ahead_while_a_node_is_left_alone_for_a_while(views):
+    views.told("a", told(idle={TOP: 2}))
+    views.failed(views.claim(views.rank(SPEC)[0]), LeaseRefused("full", "no room"))
+    views.foresee(SPEC)
+
+    assert views.foreseen(SPEC) is None
+
+
 def test_a_node_that_refused_is_left_alone_ever_longer_until_it_serves(views, clock):
     for node in "ab":
         views.told(node, told(idle={TOP: 3}))
