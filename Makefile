@@ -22,12 +22,18 @@ help:
 
 # ---- the environment: an editable install, and the cell rebuilt in place when a source changes ----
 
-$(VENV)/stamp: pyproject.toml
+# Enough to measure with: a newcomer's first command does not wait for Ray and every provider's SDK.
+$(VENV)/measures: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	scripts/editable-install $(PY)
+	scripts/editable-install $(PY) kubernetes,png,server
 	@touch $@
 
-$(CELL): CMakeLists.txt src/untax/__init__.py $(wildcard native/*.c native/*.h) | $(VENV)/stamp
+# All that tests and changes need.
+$(VENV)/stamp: pyproject.toml | $(VENV)/measures
+	scripts/editable-install $(PY) dev
+	@touch $@
+
+$(CELL): CMakeLists.txt src/untax/__init__.py $(wildcard native/*.c native/*.h) | $(VENV)/measures
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake -S . -B build/dev -G Ninja -DUNTAX_INPLACE=ON --log-level=WARNING
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cmake --build build/dev -- --quiet
 	@touch $@
@@ -50,10 +56,10 @@ format: $(VENV)/stamp
 native-test:
 	scripts/native-test
 
-unit: $(CELL)
+unit: $(CELL) $(VENV)/stamp
 	$(PY) -m pytest -q tests/unit
 
-test: $(CELL) native-test
+test: $(CELL) $(VENV)/stamp native-test
 	scripts/run-tests $(PY)
 
 fuzz: $(VENV)/stamp
@@ -65,7 +71,7 @@ fuzz: $(VENV)/stamp
 bench: $(CELL)
 	$(VENV)/bin/untax bench --quick --budget 140
 
-bench-budgets: $(CELL)
+bench-budgets: $(CELL) $(VENV)/stamp
 	$(PY) -m benchmarks --json results/budgets.json
 
 # ---- shipping ----

@@ -15,6 +15,7 @@ import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from tests.raycluster import RayCluster, unavailable_reason
 import untax
 from benchmarks import _measure
 from benchmarks._measure import Row
+from untax.cluster.operate import operating
+from untax.service.fleet import NodeStatus
 
 NODES = 4
 CLIENTS = 48
@@ -40,8 +43,6 @@ class Rollout:
     fault: str = ""
     asked: int = 0
     """Times until there was a lease."""
-    ended: int = 0
-    """Times that it came to an end; more than once would be two ledgers of one rollout."""
 
 
 class Trainer:
@@ -75,7 +76,6 @@ class Trainer:
         finally:
             await box.release()
         ledger = json.loads(box.ledger.to_json())
-        rollout.ended += 1
         rollout.verdict, rollout.ledger = ledger["verdict"], ledger["rollout"]
         if rollout.verdict == "trusted":  # what a trainer scores: nothing else is asked
             rollout.score = float(answer == f"{rollout.number} {rollout.number}")
@@ -113,10 +113,11 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
                 await asyncio.gather(*(trainer.client() for _ in range(CLIENTS)))
                 took = time.perf_counter() - begin
                 killed, added = await faults
-                kept = [one["rollout"] for one in await fleet.ledgers()]
+                async with operating(cluster.address, fleet.name) as operated:
+                    nodes = (await operated.status()).nodes
         finally:
             await asyncio.to_thread(cluster.close)
-    return _rows(substrate, trainer.rollouts, kept, took, killed, added)
+    return _rows(substrate, trainer.rollouts, nodes, took, killed, added)
 
 
 async def _faults(cluster: RayCluster, trainer: Trainer, arguments: argparse.Namespace) -> tuple[str, str]:
@@ -130,7 +131,7 @@ async def _faults(cluster: RayCluster, trainer: Trainer, arguments: argparse.Nam
     return name, str(cluster._node(added).node_ip_address)
 
 
-def _rows(substrate: str, rollouts: list[Rollout], kept: list[str], took: float, killed: str, added: str) -> list[Row]:
+def _rows(substrate: str, rollouts: list[Rollout], nodes: Sequence[NodeStatus], took: float, killed: str, added: str) -> list[Row]:
     def none(what: str, found: int, note: str = "") -> Row:
         return _measure.number(what, substrate, found, "rollouts", budget="0", holds=found == 0, note=note)
 
@@ -138,13 +139,15 @@ def _rows(substrate: str, rollouts: list[Rollout], kept: list[str], took: float,
     where = Counter(one.node for one in rollouts)
     ids = Counter(one.ledger for one in rollouts)
     elsewhere = [one for one in infra if one.node != killed]
+    living = [one for one in nodes if one.pool is not None]
+    counts = ", ".join(f"{one.name} {one.ledgers}" for one in living)
     counted = ", ".join(f"{name} {count}" for name, count in sorted(where.items()))
     return [
         _measure.number("rollouts", substrate, len(rollouts), "rollouts", budget="", holds=None, note=f"{len(rollouts) / took:.0f}/s; {counted}"),
-        none("lost: without an end", sum(one.ended == 0 for one in rollouts)),
-        none("with two ends", sum(one.ended > 1 for one in rollouts)),
+        none("lost: without a ledger", sum(one.ledger == "" for one in rollouts)),
         none("that share a ledger with another", len(rollouts) - len(ids)),
-        none("with two ledgers on a node", sum(count > 1 for count in Counter(kept).values()), f"{len(kept)} looked at"),
+        none("more or fewer than the ledgers of a living node", sum(abs(one.ledgers - where[one.name]) for one in living), counts),
+        none("whose lease outlived them", sum(one.leases for one in living)),
         none("scored on a fault", sum(one.score is not None and (one.fault != "" or one.score != 1.0) for one in rollouts)),
         none("faults on nodes that were not killed", len(elsewhere), "; ".join(sorted({one.fault for one in elsewhere}))),
         _measure.number(

@@ -6,8 +6,10 @@ import ssl
 import subprocess
 
 from untax._remove import remove_tree
+from untax.cluster.transfer import Transfer
 from untax.cluster.transfer.serve import Server
 from untax.cluster.transfer.wire import Dialer, Peer
+from untax.layers.build import Stages
 from untax.layers.store import LayerStore
 
 MARKS = "trusted" if os.geteuid() == 0 else "user"
@@ -49,6 +51,35 @@ def serving(store, context, *, node="there", token=TOKEN, prepared=None, **optio
         yield Peer(node, *server.address)
     finally:
         server.close()
+
+
+class Node:
+    """One of a fleet's, without an engine. It spreads nothing by itself."""
+
+    def __init__(self, name, root, trust):
+        self.store = LayerStore(root / name, marks=MARKS)
+        self.transfer = Transfer(name, self.store, server_context=trust[0], client_context=trust[1], token=TOKEN, host=HOST, budget=None)
+        self.transfer.start()
+        self.peer = Peer.at(name, self.transfer.address)
+        self.stages = Stages(self.store)
+        self.stages.source = self.transfer
+
+    async def tree(self, repo):
+        found = await self.stages.repo_tree(repo)
+        try:
+            return (found.path / "file").read_text()
+        finally:
+            found.pin.close()
+
+    def close(self):
+        self.transfer.close()
+        self.store.close()
+        remove_tree(self.store.root)
+
+
+def meet(nodes):
+    for node in nodes:
+        node.transfer.meet([one.peer for one in nodes])
 
 
 def dialer(context, *, node="here", token=TOKEN):

@@ -29,10 +29,12 @@ class Variant:
     """The same, over HTTP."""
     is_fleet: bool = False
     """By the engines of two Ray nodes."""
+    is_afar: bool = False
+    """And each over TLS, as from a node of neither."""
 
     def __str__(self) -> str:
         if self.is_fleet:
-            return "fleet"
+            return "fleet-tls" if self.is_afar else "fleet"
         if self.is_served or self.is_hosted:
             return "hosted" if self.is_hosted else "served"
         return "-".join(part for part in (self.substrate, self.engine, self.runtime) if part is not None)

@@ -1,6 +1,7 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
-`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP, `fleet` those of two Ray nodes. The adapters of providers run against such a server as well:
+`served` is the engine of `untax serve` in another process, `hosted` the same over HTTP, `fleet` those of two Ray nodes, `fleet-tls` the same without the socket of the
+caller's own node. The adapters of providers run against such a server as well:
 ours as itself, E2B's through its own SDK; Daytona's and Modal's through their SDKs against facades of their APIs.
 """
 
@@ -28,13 +29,14 @@ SHARING = {
 SERVED = Variant("namespace", is_served=True)
 HOSTED = Variant("namespace", is_hosted=True)
 FLEET = Variant("namespace", is_fleet=True)
+FLEET_TLS = Variant("namespace", is_fleet=True, is_afar=True)
 PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:modal"), Variant("hosted:untax")]
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 MODULES = {
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
     "hosted": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams", "test_trees"},
-    "fleet": {"test_lifecycle", "test_sessions", "test_snapshots", "test_stages"},
+    "fleet": {"test_lifecycle", "test_snapshots", "test_stages"},  # all of it over TLS, which is the longer way
     "container-podman": {*FEW, "test_environment", "test_stages"},
     "container-docker-runsc": {"test_sessions", "test_streams"},
     "gvisor": {*FEW, "test_environment", "test_stages"},
@@ -66,11 +68,11 @@ def _is_left_out(item):
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, FLEET, *PROVIDERS], ids=str)
+@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, FLEET, FLEET_TLS, *PROVIDERS], ids=str)
 def engine(request, _runner, tmp_path_factory):
     name = request.param.substrate
     if request.param.is_fleet:
-        yield from _on_a_fleet(_runner, tmp_path_factory.mktemp("state"))
+        yield from _on_a_fleet(request, _runner, tmp_path_factory.mktemp("state"))
         return
     if name == "kubernetes":
         yield from _on_a_cluster(_runner, tmp_path_factory.mktemp("state"))
@@ -104,18 +106,33 @@ def engine(request, _runner, tmp_path_factory):
         _runner.run(ended(served))
 
 
-def _on_a_fleet(_runner, state_dir):
+@pytest.fixture(scope="session")
+def ray_nodes():
+    with raycluster.RayCluster(2) as cluster:
+        yield cluster
+
+
+def _afar():
+    class Afar(untax.Fleet):
+        def _made(self, member, *, is_here):
+            return super()._made(member, is_here=False)
+
+    return Afar
+
+
+def _on_a_fleet(request, _runner, state_dir):
     """The engines of two Ray nodes, as one."""
     if reason := raycluster.unavailable_reason():
         pytest.skip(reason)
     if os.geteuid() != 0:
         pytest.skip("fleet: what differs from a served engine is the same for every user, so this suite has it as root only")
-    with raycluster.RayCluster(2) as cluster:
-        engine = untax.Fleet(cluster.address, name="conformance", state_dir=state_dir / "{node}")
-        _runner.run(engine.start())
-        engine.test_substrate = "namespace"
-        yield engine
-        _runner.run(engine.aclose())
+    cluster = request.getfixturevalue("ray_nodes")
+    engine = (_afar() if request.param.is_afar else untax.Fleet)(cluster.address, name="conformance", state_dir=state_dir / "{node}")
+    _runner.run(engine.start())
+    assert any(node.is_here for node in engine._nodes.values()) is not request.param.is_afar
+    engine.test_substrate = "namespace"
+    yield engine
+    _runner.run(engine.aclose())
 
 
 def _on_a_cluster(_runner, state_dir):

@@ -62,11 +62,12 @@ def elsewhere(fleet):
     return next(node for node in fleet._nodes.values() if not node.is_here)
 
 
-def agent_pid(fleet, node_id):
+def agent(fleet, node_id, what):
+    """What the actor of a node says of itself."""
     import ray
 
-    actor = ray.get_actor(actors.node_actor_name(fleet.name, node_id), actors.NAMESPACE)
-    return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+    actor = ray.get_actor(actors.node_actor_name(fleet.name, fleet._ticket.instance, node_id), actors.NAMESPACE)
+    return actor.__ray_call__.remote(what)
 
 
 def mounts_below(path):
@@ -74,10 +75,7 @@ def mounts_below(path):
 
 
 async def leases_of(fleet):
-    import ray
-
-    found = [ray.get_actor(actors.node_actor_name(fleet.name, one.node_id), actors.NAMESPACE) for one in fleet.members]
-    return [await one.leases.remote() for one in found]
+    return [await agent(fleet, one.node_id, lambda self: self._agent.leases) for one in fleet.members]
 
 
 # ---- nodes ----
@@ -108,13 +106,13 @@ async def test_a_node_that_joins_gets_an_agent_and_one_that_is_killed_loses_its_
 async def test_an_agent_that_is_killed_is_replaced_and_its_leases_are_lost(fleet, cluster, state):
     node = elsewhere(fleet)
     box = await box_on(fleet, node.member.node_id)
-    os.kill(agent_pid(fleet, node.member.node_id), signal.SIGKILL)
+    os.kill(await agent(fleet, node.member.node_id, lambda self: os.getpid()), signal.SIGKILL)
     with pytest.raises(untax.SandboxLost):
         await box.run(["sleep", "100"])
     assert box.ledger.verdict == "infra"
     await box.release()
     fresh = await until(lambda: [one for one in fleet._nodes.values() if one.member.node_id == node.member.node_id and one is not node])
-    assert fresh[0].member.url != node.member.url
+    assert fresh[0].member.key != node.member.key
     await (await box_on(fleet, node.member.node_id)).release()
 
 

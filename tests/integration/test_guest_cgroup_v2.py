@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILES = (
     "tests/security/test_resources.py",
-    "tests/security/test_faults.py",
+    "tests/security/faults/test_refusals.py",
     "tests/security/test_disk_quotas.py",
     "tests/guest/test_delegation.py",
 )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 
 import pytest
@@ -96,6 +97,24 @@ async def test_a_connection_that_breaks_is_taken_up_again_and_nothing_is_done_tw
             await writing
             assert await box.read("big") == data
         assert box.ledger.verdict == "trusted" and proxy.cuts == 4
+
+
+async def test_who_holds_a_lease_comes_back_to_a_server_that_drains_and_nobody_else_does(tmp_path):
+    async with hosted(tmp_path, "--drain", "30") as served, _cutting(served.url) as proxy:
+        async with untax.connect(proxy.url, token=served.token) as engine:
+            async with engine.lease() as box:
+                served.send(signal.SIGTERM)
+                with pytest.raises(untax.PoolClosed, match="stopping"):
+                    while True:
+                        await (await engine.acquire()).release()
+                running = asyncio.ensure_future(box.shell("sleep 0.3; echo still here"))
+                await asyncio.sleep(0.1)
+                proxy.cut()
+                assert (await running).text == "still here\n"
+                with pytest.raises(untax.PoolClosed, match="stopping"):
+                    await untax.connect(served.url, token=served.token).start()
+            assert box.ledger.verdict == "trusted"
+        assert await asyncio.wait_for(served.process.wait(), 10) == 0
 
 
 async def test_x21_a_lease_whose_answer_was_lost_is_asked_for_again_and_is_the_same(tmp_path):

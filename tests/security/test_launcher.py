@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests import hostview
-from tests.security.test_faults import FUSE_DAEMON
+from tests.security.faults.test_disks import FUSE_DAEMON
 
 import untax
 

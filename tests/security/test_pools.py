@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests import hostview, leftovers
 from tests.enginehost import engine_host
-from tests.security.test_faults import fill, scratch  # noqa: F401
+from tests.security.faults.conftest import scratch  # noqa: F401
+from tests.security.faults.ground import fill
 
 import untax
 from untax import substrates

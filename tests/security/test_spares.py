@@ -8,7 +8,7 @@ import signal
 import pytest
 from tests import hostview, leftovers
 from tests.images import small_image
-from tests.security.test_faults import strace
+from tests.security.faults.ground import strace
 
 import untax
 

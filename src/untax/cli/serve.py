@@ -204,9 +204,10 @@ def _images(given: list[str]) -> dict[str, str]:
 
 async def _drained(service: Leases, signals: asyncio.Queue[signal.Signals], drain_s: float) -> None:
     service.drain()
-    if not service.leases or not drain_s:
+    if not drain_s:
         return
-    print(f"untax: {service.leases} leases have {drain_s:g} s to end", file=sys.stderr)
+    if service.leases:
+        print(f"untax: {service.leases} leases have {drain_s:g} s to end", file=sys.stderr)
     idle, again = asyncio.ensure_future(service.wait_idle()), asyncio.ensure_future(signals.get())
     await asyncio.wait([idle, again], timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (idle, again):

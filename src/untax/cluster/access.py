@@ -7,13 +7,19 @@ import contextlib
 import logging
 import os
 import socket
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from untax.cluster.terms import checked_name
-from untax.core.errors import BackendError, SubstrateUnavailable, UsageError
+from untax.cluster.terms import checked_name, down
+from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, UsageError
 
 if TYPE_CHECKING:
     from untax.cluster.agent import Plan
+
+log = logging.getLogger("untax.cluster")
+
+T = TypeVar("T")
 
 _REACH_S = 5.0
 _ASK_S = 60.0
@@ -36,6 +42,8 @@ class _Users:
 
     count = 0
     is_ours = False
+    lock = threading.RLock()
+    """Fleets of several event loops begin and end in threads of their own."""
 
 
 def connect(address: str) -> str:
@@ -47,6 +55,11 @@ def connect(address: str) -> str:
         raise UsageError(
             f"{address}: a fleet's clients are part of the cluster; give HOST:PORT of its head (`ray start` prints it), not ray://"
         )
+    with _Users.lock:
+        return _connect(ray, address)
+
+
+def _connect(ray: Any, address: str) -> str:
     if not ray.is_initialized():
         _reach(address)
         logging.getLogger("ray._private.worker").addFilter(_is_worth_saying)
@@ -77,10 +90,11 @@ def _is_worth_saying(record: logging.LogRecord) -> bool:
 
 
 def disconnect() -> None:
-    _Users.count -= 1
-    if _Users.count == 0 and _Users.is_ours:
-        _Users.is_ours = False
-        require_ray().shutdown()
+    with _Users.lock:
+        _Users.count -= 1
+        if _Users.count == 0 and _Users.is_ours:
+            _Users.is_ours = False
+            require_ray().shutdown()
 
 
 def own_node() -> str | None:
@@ -155,6 +169,41 @@ def start_keeper(plan: Plan, ray_address: str, *, is_lasting: bool) -> tuple[Any
         if found is None:
             raise
         return found, False
+
+
+async def asked(name: str, call: Awaitable[T]) -> T:
+    """What a call to whoever keeps the fleet gives; its death is the fleet's end."""
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
+    try:
+        return await call
+    except RayActorError as exc:
+        raise down(name) from exc
+    except RayTaskError as exc:
+        if isinstance(exc.cause, UntaxError):
+            raise exc.cause from exc
+        raise BackendError("", f"the fleet {name!r} could not be asked: {exc.cause!r}") from exc
+    except RayError as exc:
+        raise BackendError("", f"the fleet {name!r} could not be asked: {_first_line(exc)}") from exc
+
+
+def found(name: str) -> Any:
+    """Blocks. Whoever keeps the fleet; False where nobody does any more, None while Ray does not say."""
+    try:
+        return find_keeper(name) or False
+    except Exception:  # its head is away
+        return None
+
+
+async def take_down(keeper: Any) -> None:
+    """End every agent of a fleet, then who keeps it."""
+    from ray.exceptions import RayError
+
+    try:
+        await keeper.down.remote()
+    except RayError as exc:
+        log.warning("the fleet was not taken down in order: %s", _first_line(exc))
+    await kill(keeper)
 
 
 async def kill(actor: Any) -> None:

@@ -1,4 +1,4 @@
-"""Ray's part of a fleet: who keeps it, and the actor that holds each node's agent.
+"""Ray's part of a fleet: who keeps it.
 
 The *keeper* is one named actor. It sees to it that every node that lives has an agent and tells clients who is in the fleet. It is asked when a client joins
 and then tells of changes; no lease and no action waits for it, and while it is away everything goes on with what is known.
@@ -8,110 +8,36 @@ Nodes that join are looked for, since Ray tells nobody of them; deaths are told 
 from __future__ import annotations
 
 import asyncio
-import gc
+import contextlib
 import logging
-import os
 import time
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
-from untax.cluster.agent import Agent, Plan, Post
-from untax.cluster.terms import Member, Refusal, Roll, Ticket, skew_trouble, version_trouble
+from untax.cluster import drains
+from untax.cluster.agent import Plan, Post
+from untax.cluster.resident import AGAIN_S, END_S, LOOK_S, NAMESPACE, NodeActor, is_forerunner, keeper_name, node_actor_name, until_failed
+from untax.cluster.terms import Member, Refusal, Roll, Ticket, instance_of, named, skew_trouble, version_trouble
 from untax.cluster.trust import Trust
-from untax.core.errors import UntaxError
+from untax.core.errors import UsageError
 from untax.remote.engine import RemoteSubstrate
 
 log = logging.getLogger("untax.cluster")
 
-NAMESPACE = "untax"
-"""Ray's, in which the actors have their names."""
+T = TypeVar("T")
 
-_LOOK_S = 1.0
-_AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
-_END_S = 30.0  # for an agent to give everything back
+__all__ = ["NAMESPACE", "Keeper", "NodeActor", "keeper_name", "node_actor_name"]
+
+_ANSWER_S = 60.0  # for an actor to be there and to answer: Ray starts a process for it
+_BEGIN_S = 60.0  # for an agent to start
+_SETTLE_S = 20.0  # for the first look at all nodes, where some are in the fleet already
+_TELL_S = 5.0  # for an agent to hear who else there is, before the others hear of the next change
 _CALLS = 10_000  # at once: every client waits for changes
-
-
-def keeper_name(fleet: str) -> str:
-    return f"untax:{fleet}"
-
-
-def node_actor_name(fleet: str, node_id: str) -> str:
-    return f"untax:{fleet}:{node_id}"
-
-
-class NodeActor:
-    """Holds the agent of the node that it runs on. It ends by itself when whoever keeps the fleet is no more."""
-
-    def __init__(self, fleet: str) -> None:
-        self._fleet = fleet
-        self._agent: Agent | None = None
-        self._starting = asyncio.Lock()
-        self._ending: asyncio.Task[None] | None = None
-        self._watching: asyncio.Task[None] | None = None
-
-    async def version(self) -> tuple[str, float]:
-        """Of untax here, and what this node's clock reads."""
-        return untax.__version__, time.time()
-
-    async def begin(self, plan: Plan, post: Post) -> dict[str, Any]:
-        """The member, or why there is none. Asked twice, what there is."""
-        async with self._starting:
-            if self._agent is None:
-                _take_priority()
-                agent = Agent(plan, post)
-                try:
-                    await agent.start()
-                except (UntaxError, OSError) as exc:
-                    return {"refused": f"{type(exc).__name__}: {exc}"}
-                self._agent = agent
-                # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
-                gc.collect()
-                gc.freeze()
-                self._watching = asyncio.ensure_future(self._watch_keeper())
-        assert self._agent.member is not None
-        return {"member": self._agent.member.to_data()}
-
-    async def meet(self, roll: str) -> None:
-        """Who is in the fleet from here on."""
-        if self._agent is not None:
-            self._agent.meet(Roll.from_json(roll).members)
-
-    async def forever(self) -> None:
-        """Returns only by failing, with the actor's death."""
-        await asyncio.Event().wait()
-
-    async def drain(self) -> None:
-        """No new leases; returns once the last one is over."""
-        if self._agent is not None:
-            self._agent.drain()
-            await self._agent.wait_idle()
-
-    async def leases(self) -> int:
-        return 0 if self._agent is None else self._agent.leases
-
-    async def end(self) -> None:
-        """Give everything back. The actor itself is its caller's to kill."""
-        async with self._starting:  # an agent that is about to be there would be left
-            if self._watching is not None:
-                self._watching.cancel()
-            await asyncio.shield(self._end())
-
-    def _end(self) -> asyncio.Task[None]:
-        if self._ending is None:
-            self._ending = asyncio.ensure_future(_closed(self._agent))
-        return self._ending
-
-    async def _watch_keeper(self) -> None:
-        """Until it is no more and nobody starts it again: then this agent is nobody's."""
-        await _until_dead(keeper_name(self._fleet))
-        log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
-        await asyncio.shield(self._end())
-        ray.kill(ray.get_runtime_context().current_actor)
 
 
 class _Node:
@@ -136,6 +62,7 @@ class Keeper:
     def __init__(self, plan: Plan, trust: Trust, ray_address: str, *, is_lasting: bool) -> None:
         self._plan = plan
         self._trust = trust
+        self._instance = instance_of(trust.authority.certificate)
         self._ray_address = ray_address
         self._is_lasting = is_lasting
         self._nodes: dict[str, _Node] = {}
@@ -143,6 +70,9 @@ class Keeper:
         self._changed = asyncio.Event()
         self._is_ending = False
         self._first = asyncio.Event()
+        self._drains: set[str] | None = None
+        """Ids of nodes that were drained, by whoever kept the fleet before this as well; None until that is known."""
+        self._settling: asyncio.Task[None] | None = None
         self._looking = asyncio.ensure_future(self._look())
         self._spreading = asyncio.ensure_future(self._spread())
 
@@ -170,21 +100,17 @@ class Keeper:
         """Returns only by failing, with the keeper's death."""
         await asyncio.Event().wait()
 
-    async def status(self) -> dict[str, Any]:
-        roll = self._roll()
-        return {
-            "fleet": self._plan.name,
-            "version": untax.__version__,
-            "is_lasting": self._is_lasting,
-            "members": [one.to_data() for one in roll.members],
-            "refusals": [one.to_data() for one in roll.refusals],
-        }
+    async def instance(self) -> str:
+        """Which fleet of this name it is: one that was taken down, and one that was brought up later, are two."""
+        return self._instance
 
     async def drain(self, node: str, *, wait: bool = True) -> str:
         """No new leases on the node that has this id (or a beginning of it), name or address; once the last is over, its agent ends."""
-        found = self._named(node)
-        if isinstance(found, str):
-            return found
+        try:
+            found = named(self._nodes.values(), node)
+        except UsageError as exc:
+            return str(exc)
+        await self._note_drain(found)
         found.is_draining = True
         if found.member is not None:
             found.member = found.member.drained()
@@ -197,13 +123,14 @@ class Keeper:
     async def down(self) -> None:
         """End every agent, and what they hold. The keeper itself is its caller's to kill."""
         self._is_ending = True
-        self._looking.cancel()
-        self._spreading.cancel()
+        for task in (self._looking, self._spreading, self._settling):
+            if task is not None:
+                task.cancel()
         nodes = list(self._nodes.values())
         for node in nodes:
             if node.tending is not None:
                 node.tending.cancel()
-        await asyncio.gather(*(self._ended(node) for node in nodes), return_exceptions=True)
+        await asyncio.gather(self._forget_drains(), *(self._ended(node) for node in nodes), return_exceptions=True)
         self._nodes.clear()
         self._tell()
 
@@ -213,45 +140,67 @@ class Keeper:
         """For nodes that join; those that leave are told by their actor's death."""
         while True:
             try:
+                if self._drains is None:
+                    self._drains = await asyncio.to_thread(drains.noted, self._plan.name, self._instance)
                 alive = {one["NodeID"]: one for one in await asyncio.to_thread(ray.nodes) if one["Alive"]}
             except Exception as exc:  # Ray's head is away: what is there goes on
                 log.warning("the nodes of the cluster are not known at the moment: %s", exc)
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(LOOK_S)
                 continue
             for node_id, said in alive.items():
                 if node_id not in self._nodes:
                     node = self._nodes[node_id] = _Node(node_id, str(said.get("NodeName") or said["NodeManagerAddress"]), str(said["NodeManagerAddress"]))  # fmt: skip
-                    node.tending = asyncio.ensure_future(self._tend(node))
+                    node.is_draining = node_id in self._drains
+                    node.tending = asyncio.ensure_future(self._drain_on(node) if node.is_draining else self._tend(node))
             for node_id in [one for one in self._nodes if one not in alive]:
                 self._gone(self._nodes[node_id])
-            if not self._first.is_set():
-                await asyncio.gather(*(node.tried.wait() for node in list(self._nodes.values())))
-                self._first.set()
-                self._tell()
-            await asyncio.sleep(_LOOK_S)  # Ray has no public way to be told
+            if self._settling is None:
+                self._settling = asyncio.ensure_future(self._settle())
+            await asyncio.sleep(LOOK_S)  # Ray has no public way to be told
+
+    async def _settle(self) -> None:
+        """Clients wait until it is known of each node whether it can be used, and not much longer than others take for one that hangs."""
+        late: set[asyncio.Future[bool]] = {asyncio.ensure_future(node.tried.wait()) for node in self._nodes.values()}
+        if late:
+            _, late = await asyncio.wait(late, timeout=_SETTLE_S)
+        while late and not any(node.member is not None for node in self._nodes.values()):
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        for one in late:
+            one.cancel()
+        for node in self._nodes.values():
+            if not node.tried.is_set():
+                node.refused = "its agent has not started yet"
+        self._first.set()
+        self._tell()
 
     async def _tend(self, node: _Node) -> None:
         """See to it that it has an agent, for as long as it lives."""
         while node.node_id in self._nodes and not node.is_draining:
-            reason = await self._try(node)
+            try:
+                reason = await self._try(node)
+            finally:
+                node.tried.set()  # whatever became of it: everybody waits for it at first
+            if node.is_draining:
+                break
             node.refused = reason
-            node.tried.set()
             self._tell()
             if reason is None:
-                await _until_failed(node.actor)
+                await until_failed(node.actor)
                 log.warning("the agent of node %s has ended", node.name)
                 node.member = None
                 self._tell()
             else:
                 log.warning("node %s is not in the fleet: %s", node.name, reason)
-                await asyncio.sleep(_AGAIN_S)
+                await asyncio.sleep(AGAIN_S)
 
     async def _try(self, node: _Node) -> str | None:
         """Why there is no agent, or None."""
         try:
-            node.actor = self._actor_on(node)
+            await self._clear(node)
+            node.actor = await asyncio.to_thread(self._actor_on, node)
             asked_s = time.time()
-            version, said_s = await node.actor.version.remote()
+            # One that does not answer is left as it is: it may be an agent with leases, which are not ended for being slow.
+            version, said_s = await _within(_ANSWER_S, node.actor.version.remote())
             if trouble := version_trouble(version, untax.__version__) or skew_trouble(asked_s, said_s, time.time()):
                 ray.kill(node.actor)
                 return trouble
@@ -263,20 +212,34 @@ class Keeper:
                 self._trust.authority.certificate,
                 self._trust.identity_for(node.address),
             )
-            said = await node.actor.begin.remote(self._plan, post)
+            try:
+                said = await _within(_BEGIN_S, node.actor.begin.remote(self._plan, post))
+            except TimeoutError:
+                ray.kill(node.actor)  # one that has begun says so at once
+                return f"its agent did not start within {_BEGIN_S:g} s, and was ended; `untax doctor` there may say what it lacks"
             if "refused" in said:
                 ray.kill(node.actor)
                 return str(said["refused"])
             node.member = Member.from_data(said["member"])
-        except RayError as exc:
+        except TimeoutError:
+            return f"its agent does not answer within {_ANSWER_S:g} s; Ray's logs on that node may say why"
+        except Exception as exc:  # whatever it is, it is this node's alone
             return _words(exc)
         return None
 
+    async def _clear(self, node: _Node) -> None:
+        """End what an earlier fleet of this name has left on the node. Nobody keeps it, since this one has its name; it would hold the state directory."""
+        for one in await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True):
+            if one["namespace"] == NAMESPACE and is_forerunner(one["name"], self._plan.name, self._instance, node.node_id):
+                with contextlib.suppress(ValueError):  # it went by itself
+                    await _ended(await asyncio.to_thread(ray.get_actor, one["name"], NAMESPACE), node.name)
+
     def _actor_on(self, node: _Node) -> Any:
+        """Blocks."""
         return (
             ray.remote(NodeActor)
             .options(
-                name=node_actor_name(self._plan.name, node.node_id),
+                name=node_actor_name(self._plan.name, self._instance, node.node_id),
                 namespace=NAMESPACE,
                 lifetime="detached",
                 get_if_exists=True,
@@ -284,7 +247,7 @@ class Keeper:
                 max_concurrency=_CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
             )
-            .remote(self._plan.name)
+            .remote(self._plan.name, self._instance)
         )
 
     def _gone(self, node: _Node) -> None:
@@ -305,24 +268,37 @@ class Keeper:
         node.member, node.refused = None, "it was drained"
         self._tell()
 
-    async def _ended(self, node: _Node) -> None:
-        if node.actor is None:
-            return
+    async def _drain_on(self, node: _Node) -> None:
+        """It was drained by whoever kept the fleet before this, or was about to be: its agent, if it still has one, goes with its last lease."""
         try:
-            async with asyncio.timeout(_END_S):
-                await node.actor.end.remote()
-        except (RayError, TimeoutError) as exc:
-            log.warning("the agent of node %s did not end by itself: %s", node.name, exc)
-        ray.kill(node.actor)
+            name = node_actor_name(self._plan.name, self._instance, node.node_id)
+            node.actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+            if (said := await _within(_ANSWER_S, node.actor.member.remote())) is not None:
+                node.member = Member.from_data(said).drained()
+        except ValueError:
+            log.debug("node %s has no agent any more", node.name)
+        except Exception as exc:
+            log.warning("node %s, which is drained, does not say what it has: %s", node.name, exc)
+        finally:
+            if node.member is None:
+                node.refused = "it was drained"
+            node.tried.set()
+            self._tell()
+        await self._drained(node)
 
-    def _named(self, node: str) -> _Node | str:
-        found = [
-            one for one in self._nodes.values() if node in (one.name, one.address) or (len(node) >= 4 and one.node_id.startswith(node))
-        ]
-        if len(found) == 1:
-            return found[0]
-        there = ", ".join(f"{one.node_id[:12]} ({one.name})" for one in self._nodes.values()) or "none"
-        return f"{'several nodes are' if found else 'no node is'} named {node!r}: there are {there}"
+    async def _note_drain(self, node: _Node) -> None:
+        """For whoever keeps the fleet after this one."""
+        try:
+            await _within(_TELL_S, asyncio.to_thread(drains.note, self._plan.name, self._instance, node.node_id))
+        except Exception as exc:  # Ray's head is away
+            log.warning("that node %s is drained is forgotten if the keeper of the fleet is started again: %s", node.name, exc)
+
+    async def _forget_drains(self) -> None:
+        await _within(_TELL_S, asyncio.to_thread(drains.forget, self._plan.name, self._instance))
+
+    async def _ended(self, node: _Node) -> None:
+        if node.actor is not None:
+            await _ended(node.actor, node.name)
 
     # ---- telling ----
 
@@ -350,51 +326,32 @@ class Keeper:
         self._changed = asyncio.Event()
 
 
-def _take_priority() -> None:
-    """That of the node's own processes: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
+async def _within(seconds: float, call: Awaitable[T]) -> T:
+    async with asyncio.timeout(seconds):
+        return await call
+
+
+async def _ended(actor: Any, node: str) -> None:
     try:
-        usual = os.getpriority(os.PRIO_PROCESS, os.getppid())
-        for thread in os.listdir("/proc/self/task"):  # each has its own
-            os.setpriority(os.PRIO_PROCESS, int(thread), usual)
-    except OSError as exc:
-        log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
+        await _within(END_S, actor.end.remote())
+    except (RayError, TimeoutError) as exc:
+        log.warning("the agent of node %s did not end by itself: %r", node, exc)
+    try:
+        await asyncio.to_thread(ray.kill, actor)
+    except Exception as exc:  # Ray's head is away; it ends with whoever keeps the fleet
+        log.warning("the agent of node %s could not be killed: %s", node, exc)
 
 
 async def _told(actor: Any, roll: str) -> None:
     try:
-        await actor.meet.remote(roll)
-    except RayError as exc:
+        await _within(_TELL_S, actor.meet.remote(roll))
+    except (RayError, TimeoutError) as exc:
         log.debug("an agent was not told who is in the fleet: %s", exc)
 
 
-async def _closed(agent: Agent | None) -> None:
-    if agent is not None:
-        await agent.aclose()
-
-
-async def _until_failed(actor: Any) -> None:
-    try:
-        await actor.forever.remote()
-    except RayError:
-        pass
-
-
-async def _until_dead(name: str) -> None:
-    """Return once no actor has this name any more; one that is started again is the same."""
-    while True:
-        try:
-            actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
-        except ValueError:
-            return
-        except Exception as exc:  # Ray's head is away
-            log.debug("%s: %s", name, exc)
-            await asyncio.sleep(_AGAIN_S)
-            continue
-        await _until_failed(actor)
-        await asyncio.sleep(_LOOK_S)  # a restart takes longer
-
-
-def _words(exc: RayError) -> str:
+def _words(exc: Exception) -> str:
+    if not isinstance(exc, RayError):
+        return f"{type(exc).__name__}: {exc}"
     cause = str(exc).strip().splitlines()
     missing = next((line for line in cause if "ModuleNotFoundError" in line), None)
     if missing is not None:

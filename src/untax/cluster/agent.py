@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import secrets
 import shutil
 import ssl
 import sys
@@ -102,7 +103,7 @@ class Agent:
     def meet(self, members: Sequence[Member]) -> None:
         """These are in the fleet from here on, this node among them."""
         if self._hosting is not None and self._hosting.fleet is not None:
-            self._hosting.fleet.meet([Peer(one.node_id, one.name, one.url, one.is_draining) for one in members])
+            self._hosting.fleet.meet(peers_of(members))
         if self._transfer is not None:
             self._transfer.meet([transfer.Peer.at(one.node_id, one.layers) for one in members if one.layers])
 
@@ -151,6 +152,7 @@ class Agent:
             isolation=engine.offer.isolation,
             usual=usual_isolation(engine.offer),
             layers=self._transfer.address if self._transfer is not None else "",
+            agent=secrets.token_hex(8),
         )
 
     def _hold(self, stack: contextlib.AsyncExitStack, state: Path) -> None:
@@ -197,6 +199,10 @@ class Agent:
         travel.start()
         stack.push_async_callback(asyncio.to_thread, travel.close)
         engine.warehouse.fetch_from(travel)
+
+
+def peers_of(members: Sequence[Member]) -> list[Peer]:
+    return [Peer(one.node_id, one.name, one.url, one.is_draining) for one in members]
 
 
 def _place(stack: contextlib.AsyncExitStack, state: Path, name: str) -> Path:

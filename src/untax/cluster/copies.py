@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from untax.cluster import transfer
+from untax.cluster import terms, transfer
 from untax.cluster.node import NodeEngine
 from untax.cluster.terms import Member, Ticket
 from untax.cluster.trust import pinned
@@ -22,7 +22,7 @@ async def copy(
     snapshot: Snapshot, node: str, members: Iterable[Member], nodes: Mapping[tuple[str, str], NodeEngine], ticket: Ticket
 ) -> Snapshot:
     """Save `snapshot` where it is, have `node` (an id or its beginning, a name, an address) bring it, and give it as it is there."""
-    target = named(members, node)
+    target = terms.named(members, node)
     holder: object = snapshot.engine
     assert isinstance(holder, NodeEngine)
     if holder.member.key == target.key:
@@ -42,13 +42,3 @@ async def copy(
     # Whoever is cancelled leaves it to the node, which goes on: what it has brought is of use to the next who asks.
     await alone(functools.partial(transfer.copy, dialer, peer, snapshot.id, holder.member.node_id), dialer.cut)
     return await there.find_snapshot(snapshot.id)
-
-
-def named(members: Iterable[Member], node: str) -> Member:
-    """`UsageError` unless it is exactly one that is meant."""
-    everybody = list(members)
-    found = [one for one in everybody if node in (one.name, one.address) or (len(node) >= 4 and one.node_id.startswith(node))]
-    if len(found) != 1:
-        there = ", ".join(f"{one.node_id[:12]} ({one.name})" for one in everybody) or "none"
-        raise UsageError(f"{'several nodes are' if found else 'no node is'} named {node!r}: there are {there}")
-    return found[0]

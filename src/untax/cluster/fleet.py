@@ -7,27 +7,29 @@ when a fleet is joined, and tells of nodes that come and go; nothing else waits 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from untax.box import Box
-from untax.cluster import access, copies, terms
+from untax.cluster import access, copies, handles, terms
 from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.core.errors import (
     BackendError,
     PoolClosed,
+    ProtocolError,
     SubstrateUnavailable,
     UntaxError,
     UsageError,
 )
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits
+from untax.layers._held import blocking
 from untax.leases import Bindings, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus, together
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("untax.cluster")
 
 _AGAIN_S = 1.0  # until Ray is asked again, when its head or the keeper is away
+_ASK_S = 2.0  # for whoever keeps the fleet to say which it is
+_TRIES = 10  # to join or bring up, while one is about to go
 
 
 class Fleet(Leasing):
@@ -85,7 +89,9 @@ class Fleet(Leasing):
         self._roll = Roll(0, (), ())
         self._following: asyncio.Task[None] | None = None
         self._placing = Placing()
-        self._is_down = False
+        self._meeting = asyncio.Lock()
+        self._down: Callable[[str], PoolClosed] | None = None
+        """What its callers are told, once nobody keeps it any more."""
 
     # ---- handles ----
 
@@ -127,15 +133,10 @@ class Fleet(Leasing):
         self._state = "running"
 
     async def _start(self) -> None:
-        there = await asyncio.to_thread(access.connect, self.address)
-        self._has_ray = True
-        self._own_node = access.own_node()
-        self._keeper = await asyncio.to_thread(self._find, there)
-        if self._ticket is None or not self._ticket.members:
-            self._ticket = Ticket.from_json(await self._asked(self._keeper.ticket.remote()))
+        self._ticket = ticket = await self._join(await blocking(self._connect_ray))
         if not self._is_maker:
             await self._check_plan()
-        self._roll = Roll(0, self._ticket.members, ())
+        self._roll = Roll(0, ticket.members, ())
         await self._meet(self._roll.members)
         self._following = asyncio.ensure_future(self._follow())
         if not any(node.is_usable for node in self._nodes.values()):
@@ -144,22 +145,48 @@ class Fleet(Leasing):
             if not self._roll.members:
                 raise terms.nobody(self.name, self._roll.refusals)
 
-    def _find(self, there: str) -> Any:
+    def _connect_ray(self) -> str:
+        """Blocks. What it comes to is known to `_close` also when nobody waits for it any more; so with `_find`."""
+        there = access.connect(self.address)
+        self._has_ray = True
+        self._own_node = access.own_node()
+        return there
+
+    async def _join(self, there: str) -> Ticket:
+        """A keeper that is found may be about to go with the program that made it; a moment later there is none, and this brings one up."""
+        for left in reversed(range(_TRIES)):
+            await blocking(functools.partial(self._find, there))
+            if self._ticket is not None and self._ticket.members:
+                if await self._is_ours(self._keeper) is False:
+                    raise terms.replaced(self.name)
+                return self._ticket
+            try:
+                ticket = Ticket.from_json(await self._asked(self._keeper.ticket.remote()))
+            except PoolClosed:
+                if self._is_handle or self._is_maker or not left:
+                    raise
+                await asyncio.sleep(_AGAIN_S)  # nothing tells when a name is free
+                continue
+            if self._ticket is not None and ticket.instance != self._ticket.instance:
+                raise terms.replaced(self.name)
+            return ticket
+        raise AssertionError("the last try returns or raises")
+
+    def _find(self, there: str) -> None:
         """Blocks."""
         from untax.cluster.agent import Plan
 
         if self._is_handle:
-            keeper = access.find_keeper(self.name)
-            if keeper is None:
+            self._keeper = access.find_keeper(self.name)
+            if self._keeper is None:
                 raise terms.down(self.name)
-            return keeper
+            return
         given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir", "lease_s")}
         lease_s = self._given["lease_s"]
         plan = Plan(
             self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given, LEASE_S if lease_s is None else lease_s
         )
-        keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
-        return keeper
+        self._keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
 
     async def _check_plan(self) -> None:
         """Options that were given are those of the fleet that is there, or it is not the one that was meant."""
@@ -190,7 +217,7 @@ class Fleet(Leasing):
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
             await asyncio.wait(chores)
         if self._is_maker and self._keeper is not None:
-            await take_down(self._keeper)
+            await access.take_down(self._keeper)
         if self._has_ray:
             self._has_ray = False
             await asyncio.to_thread(access.disconnect)
@@ -221,20 +248,13 @@ class Fleet(Leasing):
 
     async def _asked(self, reference: Any) -> Any:
         """What a call to the keeper gives; its death is the fleet's end."""
-        from ray.exceptions import RayActorError, RayError
-
-        try:
-            return await reference
-        except RayActorError as exc:
-            raise terms.down(self.name) from exc
-        except RayError as exc:
-            raise BackendError("", f"the fleet {self.name!r} could not be asked: {str(exc).strip().splitlines()[0]}") from exc
+        return await access.asked(self.name, reference)
 
     async def _follow(self) -> None:
         """Hear of nodes that come and go. While nobody tells, what is known stays."""
         telling: asyncio.Future[str] | None = None
         try:
-            while not self._is_down:
+            while self._down is None:
                 if telling is None:
                     telling = asyncio.ensure_future(self._asked(self._keeper.members.remote(self._roll.version)))
                 # Those that did not answer are tried again meanwhile.
@@ -246,6 +266,8 @@ class Fleet(Leasing):
                     await self._meet(self._roll.members)
                 except UsageError as exc:
                     log.error("%s", exc)
+                except Exception:  # it is told of the next change all the same
+                    log.exception("the nodes of the fleet %s could not be met", self.name)
         finally:
             if telling is not None:
                 telling.cancel()
@@ -256,21 +278,40 @@ class Fleet(Leasing):
         except UntaxError as exc:
             log.info("nobody tells who is in the fleet: %s", exc)
             await asyncio.sleep(_AGAIN_S)  # Ray tells nobody when an actor is there again
-            found = await asyncio.to_thread(_found, self.name)
-            if found is False:
-                self._was_taken_down()
-            elif not self._is_maker:  # Ray ends an actor whose maker has let go of the handle it was made with
-                self._keeper = found or self._keeper
+            found = await self._look_up()
+            if found is not None and not self._is_maker:  # Ray ends an actor whose maker has let go of the handle it was made with
+                self._keeper = found
             self._roll = replace(self._roll, version=-1)
 
-    async def _is_taken_down(self) -> bool:
-        """Whether nobody keeps it any more, which may not have been told yet. Only asked when a lease has failed everywhere."""
-        if await asyncio.to_thread(_found, self.name) is False:
-            self._was_taken_down()
-        return self._is_down
+    async def _check_up(self) -> None:
+        """Raise if nobody keeps it any more, which may not have been told yet. Only asked when nodes do not answer, or not as they should."""
+        if self._down is None:
+            await self._look_up()
+        if self._down is not None:
+            raise self._down(self.name)
 
-    def _was_taken_down(self) -> None:
-        self._is_down = True
+    async def _look_up(self) -> Any | None:
+        """Whoever keeps this fleet; None where nobody does any more (`_down` says so), and while Ray does not say."""
+        found = await asyncio.to_thread(access.found, self.name)
+        if found is False:
+            self._was_taken_down(terms.down)
+            return None
+        is_ours = None if found is None else await self._is_ours(found)
+        if is_ours is False:
+            self._was_taken_down(terms.replaced)
+        return found if is_ours else None
+
+    async def _is_ours(self, keeper: Any) -> bool | None:
+        """Whether it keeps this fleet, and not another that has its name; None while it does not say, about to go or to be there again."""
+        assert self._ticket is not None
+        try:
+            async with asyncio.timeout(_ASK_S):
+                return bool(await self._asked(keeper.instance.remote()) == self._ticket.instance)
+        except (UntaxError, TimeoutError):
+            return None
+
+    def _was_taken_down(self, why: Callable[[str], PoolClosed]) -> None:
+        self._down = why
         for node in self._nodes.values():
             self._placing.leave(node.label, node)
             node.left()
@@ -291,10 +332,12 @@ class Fleet(Leasing):
                 node.on_over = self._left.discard
 
     async def _meet(self, members: Iterable[Member]) -> None:
-        """Connect to those that are new. One that does not answer is tried again with the next change, or by the next lease that wants it."""
-        assert self._ticket is not None
-        fresh = [member for member in members if member.key not in self._nodes]
-        await asyncio.gather(*(self._connect(member) for member in fresh))
+        """Connect to those that are new. One that does not answer is tried again with the next change, or a moment later."""
+        async with self._meeting:  # or two would connect to one node, and one of the connections be nobody's
+            fresh = [member for member in members if member.key not in self._nodes]
+            for failed in await asyncio.gather(*(self._connect(member) for member in fresh), return_exceptions=True):
+                if isinstance(failed, BaseException):
+                    raise failed
 
     async def _connect(self, member: Member) -> None:
         assert self._ticket is not None
@@ -302,16 +345,19 @@ class Fleet(Leasing):
         try:
             try:
                 await node.start()
-            except (BackendError, UsageError):
+            except (BackendError, ProtocolError, UsageError):
                 if not node.is_here:
                     raise
                 node = self._made(member, is_here=False)  # a socket of that name that is not the agent's, or is out of reach
                 await node.start()
-        except (BackendError, PoolClosed) as exc:
-            log.warning("node %s does not answer: %s", member.name, exc)
+        except (BackendError, PoolClosed, ProtocolError) as exc:
+            log.warning("node %s does not answer as it should: %s", member.name, exc)
             return
         except UsageError as exc:
             raise terms.stranger(self.name, member, exc) from exc
+        if all(one.key != member.key for one in self._roll.members):
+            await node.aclose()  # it left meanwhile
+            return
         self._nodes[member.key] = node
         node.label = self._label(member)
         if node.is_here:
@@ -332,25 +378,13 @@ class Fleet(Leasing):
     async def _ready(self) -> Fleet:
         """The one whose connections are used: this, or for a handle that was never started the one of its event loop."""
         if self._is_handle and self._state == "new":
-            return await self._shared()
+            assert self._ticket is not None
+            text, key = self._ticket.to_json(), (type(self), self.name, self._ticket.token)
+            return await (await handles.shared(key, lambda: type(self).from_ticket(text)))._ready()
         self._check_running()
-        if self._is_down:
-            raise terms.down(self.name)
+        if self._down is not None:
+            raise self._down(self.name)
         return self
-
-    async def _shared(self) -> Fleet:
-        assert self._ticket is not None
-        handles = _shared.setdefault(asyncio.get_running_loop(), {})
-        key = (type(self), self.name, self._ticket.token)
-        starting = handles.get(key)
-        if starting is None:
-            starting = handles[key] = asyncio.ensure_future(_started(type(self).from_ticket(self._ticket.to_json())))
-        try:
-            fleet = await asyncio.shield(starting)
-        except Exception:
-            handles.pop(key, None)  # the next who asks begins anew
-            raise
-        return await fleet._ready()
 
     def _usable(self) -> list[NodeEngine]:
         """The least loaded by this client first."""
@@ -366,8 +400,7 @@ class Fleet(Leasing):
             return await self._placing.fulfil(request)
         except (BackendError, PoolClosed, SubstrateUnavailable):
             self._check_running()
-            if self._is_down or await self._is_taken_down():
-                raise terms.down(self.name) from None
+            await self._check_up()
             if not self._placing.views.nodes:
                 raise terms.nobody(self.name, self._roll.refusals) from None
             raise
@@ -446,33 +479,5 @@ class Fleet(Leasing):
         return await fleet._holding(found)._request_from(found, late)
 
 
-_shared: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[tuple[type[Fleet], str, str], asyncio.Future[Fleet]]]
-_shared = weakref.WeakKeyDictionary()
-
-
-async def _started(fleet: Fleet) -> Fleet:
-    await fleet.start()
-    return fleet
-
-
 def _from_ticket(kind: type[Fleet], text: str) -> Fleet:
     return kind.from_ticket(text)
-
-
-async def take_down(keeper: Any) -> None:
-    """End every agent of a fleet, then who keeps it."""
-    from ray.exceptions import RayError
-
-    try:
-        await keeper.down.remote()
-    except RayError as exc:
-        log.warning("the fleet was not taken down in order: %s", str(exc).strip().splitlines()[0])
-    await access.kill(keeper)
-
-
-def _found(name: str) -> Any:
-    """The keeper; False when there is none any more, None while Ray does not say."""
-    try:
-        return access.find_keeper(name) or False
-    except Exception:  # its head is away
-        return None

@@ -58,6 +58,7 @@ class NodeEngine(RemoteEngine):
             return await super().fulfil(request, may_refuse=may_refuse, on_sent=on_sent)
         finally:
             self._asking -= 1
+            self._end_if_over()
 
     def forget(self, box: Box) -> None:
         super().forget(box)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from untax.cluster import access, terms
-from untax.cluster.agent import Plan
-from untax.cluster.fleet import take_down
+from untax.cluster.access import asked, take_down
+from untax.cluster.agent import Plan, peers_of
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.cluster.trust import pinned
-from untax.core.errors import BackendError, UntaxError, UsageError
-from untax.service.fleet import NodeStatus, Peer, Peers
-
-T = TypeVar("T")
+from untax.core.errors import UsageError
+from untax.layers._held import blocking
+from untax.service.fleet import NodeStatus, Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,47 +107,30 @@ async def up(address: str, plan: Plan) -> AsyncIterator[tuple[Operated, bool]]:
     """The fleet, which stays up, and whether it was up before. One that has no node in it, or whose start was interrupted, is taken down again."""
     terms.checked_name(plan.name)
     async with _connected(address) as there:
-        keeper, is_new = await asyncio.to_thread(lambda: access.start_keeper(plan, there, is_lasting=True))
+        started: list[tuple[Any, bool]] = []  # filled in the thread, so that who is interrupted meanwhile knows of it too
         try:
+            await blocking(lambda: started.append(access.start_keeper(plan, there, is_lasting=True)))
+            ((keeper, is_new),) = started
             ticket = Ticket.from_json(await asked(plan.name, keeper.ticket.remote()))
             operated = Operated(keeper, ticket)
             roll = await operated.roll()
             if not roll.members:
                 raise terms.nobody(plan.name, roll.refusals)
         except BaseException:
-            if is_new:
-                await asyncio.shield(take_down(keeper))
+            for keeper, is_new in started:
+                if is_new:
+                    await asyncio.shield(take_down(keeper))
             raise
         yield operated, is_new
 
 
 @asynccontextmanager
 async def _connected(address: str) -> AsyncIterator[str]:
-    there = await asyncio.to_thread(access.connect, address)
+    there = await blocking(functools.partial(access.connect, address), undo=lambda _: access.disconnect())
     try:
         yield there
     finally:
         await asyncio.to_thread(access.disconnect)
-
-
-async def asked(name: str, call: Awaitable[T]) -> T:
-    """What a call to the keeper gives; its death is the fleet's end."""
-    from ray.exceptions import RayActorError, RayError, RayTaskError
-
-    try:
-        return await call
-    except RayActorError as exc:
-        raise terms.down(name) from exc
-    except RayTaskError as exc:
-        if isinstance(exc.cause, UntaxError):
-            raise exc.cause from exc
-        raise BackendError("", f"the fleet {name!r} could not be asked: {exc.cause!r}") from exc
-    except RayError as exc:
-        raise BackendError("", f"the fleet {name!r} could not be asked: {str(exc).strip().splitlines()[0]}") from exc
-
-
-def peers_of(members: tuple[Member, ...]) -> list[Peer]:
-    return [Peer(one.node_id, one.name, one.url, one.is_draining) for one in members]
 
 
 def _refused(one: Refusal) -> NodeStatus:

@@ -13,7 +13,7 @@ import functools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,9 +65,8 @@ class _Followed:
 class Placing:
     """Leases over several nodes. Belongs to one event loop; the engines stay their makers' to close."""
 
-    def __init__(self, *, here: str | None = None, on_lost: Callable[[str, UntaxError], object] | None = None) -> None:
+    def __init__(self, *, here: str | None = None) -> None:
         self.views = Views(here=here, salt=secrets.token_hex(4))
-        self._on_lost = on_lost
         self._nodes: dict[str, _Followed] = {}
         self._asked = 0  # leases that are being asked for now
         self._last: EnvSpec | None = None  # that was asked for
@@ -123,8 +122,6 @@ class Placing:
             except UntaxError as exc:
                 log.info("node %s: %s", node, exc)
                 self.views.lost(node, str(exc))
-                if self._on_lost is not None:
-                    self._on_lost(node, exc)
                 if not isinstance(exc, BackendError):
                     return  # closed, or not one for us
             await asyncio.sleep(delay_s)  # nothing tells when somebody begins to listen there
@@ -145,7 +142,8 @@ class Placing:
         while full < _MOST_FULL:
             best = self.views.foreseen(spec) if not tried else None
             if best is None:
-                best = next((one for one in await self.ranked(spec, most=len(tried) + 2) if one.node not in tried), None)
+                ranked = await self.ranked(spec, _in_time(request, began_s).wait_s, most=len(tried) + 2)
+                best = next((one for one in ranked if one.node not in tried), None)
             if best is None:
                 break
             full += best.is_full
@@ -251,10 +249,16 @@ class Placing:
         if box.ledger.wanted:
             self.views.learnt(spec, node, box.ledger.wanted)
 
-    async def ranked(self, spec: EnvSpec, *, most: int | None = None) -> list[Ranked]:
-        """Where a lease of `spec` could go now, best first; with `most`, so many of them."""
+    async def ranked(self, spec: EnvSpec, within_s: float | None = None, *, most: int | None = None) -> list[Ranked]:
+        """Where a lease of `spec` could go now, best first; with `most`, so many of them. `PoolTimeout` where no node says in time what it is."""
         if not self.views.is_known(spec):
-            await self._learn(spec)
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._learn(spec)
+            except TimeoutError:
+                raise PoolTimeout(
+                    f"no sandbox within {within_s:g} s: no node has said of which stages it is; see `untax fleet status`"
+                ) from None
         return self.views.rank(spec, most=most)
 
     def _nowhere(self, spec: EnvSpec, tried: Mapping[str, UntaxError]) -> UntaxError:
@@ -268,26 +272,34 @@ class Placing:
     # ---- by which keys a spec is known ----
 
     async def _learn(self, spec: EnvSpec) -> None:
-        """Ask one node, and the others too where the keys are each node's own. Once for all who want to know."""
-        if self.views.ladder(spec) is None and (first := self._nearest()) is not None:
-            await self._ladders_of(spec, [first])
+        """Ask the nearest, everybody when that says nothing, and all where the keys are each node's own. Once for all who want to know."""
+        if self.views.ladder(spec) is None and (nearest := self._by_nearness()):
+            await self._ladders_of(spec, nearest[:1])
+            if self.views.ladder(spec) is None and nearest[1:]:
+                await self._ladders_of(spec, nearest)
         if rest := self.views.unasked(spec):
             await self._ladders_of(spec, rest)
 
-    def _nearest(self) -> str | None:
-        here = self.views.here
-        if here in self._nodes:
-            return here
-        return min(self._nodes, key=lambda node: self._nodes[node].engine.link_s, default=None)
+    def _by_nearness(self) -> list[str]:
+        """Those that do not answer last."""
+
+        def distance(node: str) -> tuple[bool, bool, float]:
+            view = self.views.view(node)
+            return view is None or bool(view.trouble), node != self.views.here, self._nodes[node].engine.link_s
+
+        return sorted(self._nodes, key=distance)
 
     async def _ladders_of(self, spec: EnvSpec, nodes: Sequence[str]) -> None:
+        """Until all have said it, or have had their time; while nobody has, as long as there is nobody else to ask."""
         learning = [self._learning_of(spec, node) for node in nodes]
         tasks = [task for task, _ in learning]
-        patience_s = max(since_s for _, since_s in learning) + _LADDER_S - time.monotonic()
-        if self.views.ladder(spec) is None:
-            await asyncio.wait(tasks)
-        elif patience_s > 0:
-            await asyncio.wait(tasks, timeout=patience_s)
+        until_s = max(since_s for _, since_s in learning) + _LADDER_S
+        is_unknown, running = self.views.ladder(spec) is None, set(tasks)
+        while running and (not is_unknown or self.views.ladder(spec) is None):
+            left_s = None if is_unknown and len(nodes) == len(self._nodes) else until_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            _, running = await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             # Nobody else tells what is wrong with the spec itself; a node that is gone is another matter.
             if task.done() and not task.cancelled() and isinstance(exc := task.exception(), UntaxError) and not isinstance(exc, _ELSEWHERE):
@@ -332,8 +344,8 @@ def _in_time(request: Request, began_s: float) -> Request:
 
 
 def is_better_elsewhere(exc: UntaxError) -> bool:
-    """Whether another node may do better. A set-up command that found no room may have filled the node's disk, and not its own share."""
-    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and "disk_full" in exc.message)
+    """Whether another node may do better."""
+    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and exc.found_no_room)
 
 
 def named(node: str, exc: UntaxError) -> UntaxError:

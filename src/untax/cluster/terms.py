@@ -5,11 +5,12 @@ JSON and not pickles, so that a release that is not this one is told from its ve
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from untax import __version__
 from untax.core.errors import PoolClosed, ProtocolError, SubstrateUnavailable, UsageError
@@ -22,6 +23,7 @@ SKEW_MAX_S = 30.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 D = TypeVar("D", bound="_Data")
+N = TypeVar("N", bound="_Named")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Member(_Data):
     """For people: what Ray's own lists call the node, or its address."""
     address: str
     url: str
-    """Where it is reached over TLS; another one for each agent that a node had."""
+    """Where it is reached over TLS."""
     socket: str
     boot_id: str | None
     """The socket is one for a client's own use where both have the same."""
@@ -59,11 +61,13 @@ class Member(_Data):
     is_draining: bool = False
     layers: str = ""
     """`host:port` where other nodes get its layers from; empty where it has none to give."""
+    agent: str = ""
+    """Another one for each agent that a node had, which may all have had one address."""
 
     @property
     def key(self) -> tuple[str, str]:
         """Of this agent; one that took its place on the same node has another."""
-        return self.node_id, self.url
+        return self.node_id, self.agent
 
     def drained(self) -> Member:
         return replace(self, is_draining=True)
@@ -94,6 +98,10 @@ class Ticket:
     offer: RemoteSubstrate | None = None
     members: tuple[Member, ...] = ()
     """Who was in it when the ticket was made, to begin with."""
+
+    @property
+    def instance(self) -> str:
+        return instance_of(self.authority)
 
     def to_json(self) -> str:
         return json.dumps(
@@ -159,6 +167,33 @@ class Roll:
             raise ProtocolError(f"a fleet's roll that is none: {exc!r}") from exc
 
 
+# ---- which one ----
+
+
+class _Named(Protocol):
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def address(self) -> str: ...
+
+
+def named(nodes: Iterable[N], node: str) -> N:
+    """The one that has this id (or a beginning of it), name or address; `UsageError` unless it is exactly one."""
+    everybody = list(nodes)
+    found = [one for one in everybody if node in (one.name, one.address) or (len(node) >= 4 and one.node_id.startswith(node))]
+    if len(found) != 1:
+        there = ", ".join(f"{one.node_id[:12]} ({one.name})" for one in everybody) or "none"
+        raise UsageError(f"{'several nodes are' if found else 'no node is'} named {node!r}: there are {there}")
+    return found[0]
+
+
+def instance_of(authority: str) -> str:
+    """Which of the fleets that have one name, one after the other: each has an authority of its own, which this tells of and does not give away."""
+    return hashlib.sha256(authority.encode()).hexdigest()[:16]
+
+
 # ---- what can be wrong ----
 
 
@@ -188,6 +223,13 @@ def skew_trouble(asked_s: float, said_s: float, answered_s: float) -> str | None
     if abs(ahead_s) <= SKEW_MAX_S:
         return None
     return f"its clock is {abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}: set it, and keep it so with NTP (chrony)"
+
+
+def replaced(name: str) -> PoolClosed:
+    return PoolClosed(
+        f"the fleet {name!r} that this handle is of was taken down, and there is another of this name now: get a new handle of it "
+        "(Fleet.current(), or from the program that brought it up)"
+    )
 
 
 def down(name: str) -> PoolClosed:

@@ -1,6 +1,7 @@
 """How the processes of a fleet know each other: a token that lets clients in, and certificates of an authority of the fleet's own.
 
-The authority's key stays in the memory of whoever keeps the fleet. An agent is given a certificate for its own address; clients trust that
+The authority's key is with whoever keeps the fleet and with Ray, which has it to start that one again: in its head's memory, and where its fault tolerance is
+on in the Redis behind it. It is in no file of ours. An agent is given a certificate for its own address; clients trust that
 authority and nobody else's, whatever the machine trusts otherwise.
 """
 

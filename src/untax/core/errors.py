@@ -149,6 +149,11 @@ class StageError(UntaxError):
 class StageFailed(StageError):
     """The recipe itself failed: the same recipe will fail again."""
 
+    @property
+    def found_no_room(self) -> bool:
+        """Whether a set-up command found no room: it may have filled the machine's disk, and not its own share. Then it may do better elsewhere."""
+        return "disk_full" in self.message
+
 
 class StageUnavailable(StageError):
     """The source did not answer, or the store is full or damaged."""

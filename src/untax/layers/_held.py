@@ -94,12 +94,15 @@ async def held(manager: AbstractContextManager[T]) -> AsyncIterator[T]:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[int]:
-    """An exclusive lock on a file that is made when it is missing; gives its descriptor. Whoever inherits that, holds the lock too."""
+def file_lock(path: Path, *, waits: bool = True) -> Iterator[int]:
+    """An exclusive lock on a file that is made when it is missing; gives its descriptor. Whoever inherits that, holds the lock too.
+
+    `BlockingIOError` when somebody has it, unless one `waits`.
+    """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             if not _is_still(fd, path):  # its holder removed it: the name is another file's by now, or nobody's
                 continue
             yield fd

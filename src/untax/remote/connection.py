@@ -33,6 +33,8 @@ _ASLEEP_S = 0.004  # after which a process that had nothing to do takes a while 
 _WAY_WEIGHT = 0.05  # of a way that took longer than was known: one that has become slow is noticed after some dozen
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
+_AT_ONCE = 512  # requests of one sort under way; those above wait here, because a server refuses who has more than 1,024
+_MAY_WAIT_LONG = frozenset({"lease", "prepare", "warm"})  # perhaps for the end of a lease, which is a request of the other sort
 
 Part = Callable[[Body], None]
 
@@ -100,13 +102,23 @@ def close(fd: int | ByteStream | None) -> None:
 
 
 class _Pending:
-    def __init__(self, op: str, args: Mapping[str, Any], on_part: Part | None, answer: asyncio.Future[Reply]) -> None:
+    def __init__(
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        on_part: Part | None,
+        answer: asyncio.Future[Reply],
+        on_sent: Callable[[int], None] | None = None,
+        *,
+        is_standing: bool = False,
+    ) -> None:
         self.op = op
         self.args = args
         self.on_part = on_part
         self.answer = answer
+        self.on_sent = on_sent
         self.is_abandoned = False
-        self.is_standing = False
+        self.is_standing = is_standing
         """Whether it has no answer, only parts for as long as it lasts."""
 
 
@@ -133,6 +145,7 @@ class Connection:
         self._stream: MessageStream | None = None
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
+        self._turns = {may_wait: asyncio.Semaphore(_AT_ONCE) for may_wait in (True, False)}
         self._greeting: tuple[int, asyncio.Future[Body]] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._retrying: asyncio.Task[None] | None = None
@@ -161,29 +174,39 @@ class Connection:
         `BackendError` when it is gone, or silent for `timeout_s`.
         """
         self.check_process()
+        pending = _Pending(op, args, on_part, self._loop.create_future(), on_sent, is_standing=is_standing)
+        if timeout_s is None:
+            return await self._in_turn(pending)
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await self._in_turn(pending)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise BackendError("", f"the server at {self._place} did not answer {op} within {timeout_s:g} s") from None
+
+    async def _in_turn(self, pending: _Pending) -> Reply:
+        if pending.is_standing:
+            return await self._asked(pending)
+        async with self._turns[pending.op in _MAY_WAIT_LONG]:
+            return await self._asked(pending)
+
+    async def _asked(self, pending: _Pending) -> Reply:
         while self._stream is None or self._is_closed:  # also when it is lost again before this went on
             await self.connect()
-        answer: asyncio.Future[Reply] = self._loop.create_future()
         request_id = self._take_id()
-        pending = self._pending[request_id] = _Pending(op, args, on_part, answer)
-        pending.is_standing = is_standing
-        deadline: asyncio.Timeout | None = None
+        self._pending[request_id] = pending
         try:
             self._send(request_id, pending)
-            if on_sent is not None:
-                on_sent(request_id)
-            if timeout_s is None:
-                reply = await answer
-            else:
-                async with asyncio.timeout(timeout_s) as deadline:
-                    reply = await answer
+            if pending.on_sent is not None:
+                pending.on_sent(request_id)
+            reply = await pending.answer
         except UntaxError:
-            self._pending.pop(request_id, None)
+            if not pending.is_abandoned:
+                self._pending.pop(request_id, None)
             raise
-        except BaseException as exc:
+        except BaseException:
             self._abandon(request_id, pending)
-            if isinstance(exc, TimeoutError) and deadline is not None and deadline.expired():
-                raise BackendError("", f"the server at {self._place} did not answer {op} within {timeout_s:g} s") from None
             raise
         self._pending.pop(request_id, None)
         return reply
@@ -211,13 +234,15 @@ class Connection:
         return next((one for one, pending in self._pending.items() if not pending.is_standing), self._next_id) - 1
 
     def _abandon(self, request_id: int, pending: _Pending) -> None:
-        """Nobody waits any more; what comes of it is not wanted."""
+        """Nobody waits any more; what comes of it is not wanted. Without a connection the server is told by the next one."""
         pending.is_abandoned = True
-        if pending.answer.done() and not pending.answer.cancelled() and pending.answer.exception() is None:
+        is_answered = pending.answer.done() and not pending.answer.cancelled()
+        if is_answered and pending.answer.exception() is None:
             pending.answer.result().discard()
-            self._pending.pop(request_id, None)
         if self._stream is not None:
             self._stream.send({"id": request_id, "op": "cancel"})
+            if is_answered:
+                self._pending.pop(request_id, None)
 
     @property
     def way_s(self) -> float:
@@ -272,6 +297,7 @@ class Connection:
                     await said
         self._drop_stream()
         self._fail_all(PoolClosed("the connection to the server is closed"))
+        self._pending.clear()
 
     async def _connect(self) -> None:
         try:
@@ -408,11 +434,12 @@ class Connection:
             self._retrying = None
 
     def _fail_all(self, exc: UntaxError) -> None:
-        pending, self._pending = self._pending, {}
-        for one in pending.values():
+        """Nobody waits any more. What comes of it over there is given back when there is a connection again, should there ever be."""
+        for one in self._pending.values():
+            one.is_abandoned = True
             if not one.answer.done():
                 one.answer.set_exception(type(exc)(*exc.args))
-                one.answer.exception()  # an abandoned one has nobody who would look
+                one.answer.exception()  # perhaps nobody looks
 
     def _drop_stream(self) -> None:
         stream, self._stream = self._stream, None

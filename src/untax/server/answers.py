@@ -117,19 +117,23 @@ Begin = Callable[[Callable[[Body], None]], Coroutine[Any, Any, Outcome]]
 class Answers:
     """The requests of all owners."""
 
-    def __init__(self, chore: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]) -> None:
+    def __init__(self, chore: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]], on_end: Callable[[], object]) -> None:
+        """`on_end` is told of each that is not under way any more."""
         self._chore = chore
+        self._on_end = on_end
 
     def ask(self, owner: Owner, request_id: int, begin: Begin, asker: Asker) -> None:
         """Carry it out, unless that was done already, and tell the asker."""
         answer = owner.answers.get(request_id)
         if answer is None:
-            if sum(not one.task.done() for one in owner.answers.values()) >= REQUESTS_MAX:
+            if owner.under_way >= REQUESTS_MAX:
                 error = UsageError(f"more than {REQUESTS_MAX} requests at once to one server: wait for some of them")
                 asker.say({"id": request_id, "error": error_data(error)})
                 return
             answer = owner.answers[request_id] = Answer()
             answer.begin(begin, self._chore)
+            owner.under_way += 1
+            answer.task.add_done_callback(lambda _: self._ended(owner))
             self._forget_old(owner)
         answer.ask(asker, request_id)
 
@@ -154,6 +158,10 @@ class Answers:
             task.cancel()
         owner.answers.clear()
         return running
+
+    def _ended(self, owner: Owner) -> None:
+        owner.under_way -= 1
+        self._on_end()
 
     def _undo(self, task: asyncio.Task[Outcome]) -> None:
         if not task.cancelled() and task.exception() is None and (undo := task.result().undo) is not None:

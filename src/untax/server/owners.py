@@ -124,6 +124,8 @@ class Owner:
         self.snapshots: dict[str, Snapshot] = {}
         self.pins: dict[str, Pin] = {}
         self.answers: dict[int, Answer] = {}
+        self.under_way = 0
+        """How many of them are not there yet."""
         self._leasing: dict[int, None] = {}  # numbers of requests for leases that no pool knows of yet, in their order
         self._last_lease = 0
         self.carriers: dict[int, object] = {}

@@ -76,7 +76,7 @@ class Service:
         """Told of each, and whose it is."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
-        self.answers = Answers(engine.chore)
+        self.answers = Answers(engine.chore, self._changed)
         self._hang_ups = HangUps()
         self.operations = Operations(engine, self._hang_ups, self.closed, self._changed)
         self._waiting: list[asyncio.Future[None]] = []
@@ -101,8 +101,8 @@ class Service:
         return list(found)
 
     async def wait_idle(self) -> None:
-        """Return once nobody holds a lease."""
-        while self.leases:
+        """Return once nobody holds a lease, or has asked for one or for anything else."""
+        while self.leases or any(owner.under_way for owner in self.owners):
             future = asyncio.get_running_loop().create_future()
             self._waiting.append(future)
             await future

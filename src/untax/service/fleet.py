@@ -49,6 +49,8 @@ class NodeStatus:
     url: str = ""
     is_draining: bool = False
     leases: int = 0
+    ledgers: int = 0
+    """How many leases have ended there, each with its ledger."""
     release: str = ""
     pool: PoolStatus | None = None
     trouble: str | None = None
@@ -105,6 +107,7 @@ class Peers:
                 known,
                 is_draining=peer.is_draining or bool(said["draining"]),
                 leases=int(said["leases"]),
+                ledgers=int(said["ledgers"]),
                 release=str(said["release"]),
                 pool=PoolStatus.from_dict(said["pool"]),
             )
@@ -136,5 +139,6 @@ def own_status(hosting: Hosting) -> dict[str, Any]:
         "release": untax.__version__,
         "draining": hosting.is_draining,
         "leases": hosting.leases,
+        "ledgers": hosting.owners.ledgers_total,
         "pool": hosting.shown(hosting.engine.pools()).as_dict(),
     }

@@ -378,8 +378,7 @@ def take_over(hosting: Hosting, transport: asyncio.Transport, path: str, headers
             raise Refused(
                 429, "TooMany", f"{tenant.name} holds {tenant.allowance.connections} connections: close some of them", retry_after_s=1.0
             )
-        if hosting.is_draining:
-            raise Refused(503, "PoolClosed", "the server is stopping", retry_after_s=1.0)
+        # A server that is stopping is no reason: who holds something here comes back to it, and the greeting refuses the others.
         key = named.get(b"sec-websocket-key", b"")
         if path != PATH or len(key) != 24 or named.get(b"sec-websocket-version") != b"13":
             raise Refused(400, "UsageError", "not a WebSocket's opening")

@@ -267,6 +267,7 @@ class Hosting:
             yield
         finally:
             use.starting -= count
+            self._changed()
 
     @contextlib.contextmanager
     def acting(self, tenant: Tenant) -> Iterator[None]:
@@ -311,8 +312,8 @@ class Hosting:
         self.owners.drain()
 
     async def wait_idle(self) -> None:
-        """Return once nobody holds a lease."""
-        while self._holdings:
+        """Return once nobody holds a lease or has asked for one."""
+        while self._holdings or any(use.starting for use in self._use.values()):
             future = asyncio.get_running_loop().create_future()
             self._waiting.append(future)
             await future

@@ -90,8 +90,18 @@ class Fleet(Engine):
         if self._is_shared and self._loop is None:
             with _lock:
                 if self._loop is None:
-                    self.start()
+                    self._start_shared()
         return super()._running()
+
+    def _start_shared(self) -> None:
+        """A start that fails is over, and not this handle: the next task of the process may find the cluster well."""
+        is_new = self._inner._state == "new"
+        try:
+            self.start()
+        except BaseException:
+            if is_new:
+                self._begin(DirectFleet.from_ticket(self._inner.ticket()))
+            raise
 
 
 _handles: dict[tuple[int, str, str], Fleet] = {}

@@ -6,17 +6,15 @@ import subprocess
 import threading
 
 import pytest
-from tests.transfers import HOST, MARKS, TOKEN, contexts
+from tests.transfers import Node, contexts, meet
 
 import untax
-from untax._remove import remove_tree
-from untax.cluster.transfer import Peer, Transfer
+from untax.cluster.transfer import copy
 from untax.cluster.transfer.claims import Claims, owners
-from untax.core.errors import StageFailed, StageUnavailable, UsageError
+from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers import build
-from untax.layers.build import Stages
 from untax.layers.record import SNAPSHOT
-from untax.layers.store import LayerStore, StageRecord
+from untax.layers.store import StageRecord
 
 NODES = ("one", "two", "three")
 
@@ -78,38 +76,14 @@ def trust(tmp_path_factory):
     return contexts(tmp_path_factory.mktemp("trust"))
 
 
-class Node:
-    def __init__(self, name, root, trust):
-        self.store = LayerStore(root / name, marks=MARKS)
-        self.transfer = Transfer(name, self.store, server_context=trust[0], client_context=trust[1], token=TOKEN, host=HOST, budget=None)
-        self.transfer.start()
-        self.peer = Peer.at(name, self.transfer.address)
-        self.stages = Stages(self.store)
-        self.stages.source = self.transfer
-
-    async def tree(self, repo):
-        found = await self.stages.repo_tree(repo)
-        try:
-            return (found.path / "file").read_text()
-        finally:
-            found.pin.close()
-
-
 @pytest.fixture
 def nodes(tmp_path, trust):
     made = {name: Node(name, tmp_path, trust) for name in NODES}
     meet(made.values())
     yield made
     for node in made.values():
-        node.transfer.close()
-        node.store.close()
-        remove_tree(node.store.root)
+        node.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("untax-layers", "untax-fetch"))]
-
-
-def meet(nodes):
-    for node in nodes:
-        node.transfer.meet([one.peer for one in nodes])
 
 
 @pytest.fixture
@@ -224,6 +198,30 @@ async def test_a_recipe_that_fails_fails_for_all_who_wait_and_is_tried_again_lat
     assert await nodes["three"].tree(repo) == "of the origin"
 
 
+async def test_a_node_without_room_fails_for_nobody_else(nodes, repo, builds):
+    """A set-up command that filled the disk of its node says nothing about the recipe: the next in line builds."""
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def stall():
+        begun.set()
+        await go.wait()
+        builds.error = StageFailed("repo", "set-up command 'make': disk_full (1): no space") if len(builds.begun) == 1 else None
+
+    builds.wait = stall
+    first = asyncio.ensure_future(nodes["one"].tree(repo))
+    await begun.wait()
+    others = [asyncio.ensure_future(nodes[name].tree(repo)) for name in ("two", "three")]
+    claims = [node.transfer.claims for node in nodes.values()]
+    while sum(len(line) for one in claims for line in one._lines.values()) < 3:
+        await asyncio.sleep(0)
+    go.set()
+
+    assert await asyncio.gather(*others) == ["of the origin"] * 2
+    with pytest.raises(StageFailed, match="disk_full"):
+        await first
+    assert len(builds.begun) == 2
+
+
 async def test_a_wait_that_is_cancelled_leaves_nothing(nodes, repo, builds):
     begun, go = asyncio.Event(), asyncio.Event()
 
@@ -269,17 +267,21 @@ async def test_what_is_only_on_one_machine_does_not_travel(nodes, repo, builds):
 # ---- snapshots ----
 
 
+async def copied(nodes, key):
+    """As a client has it done, who knows both nodes."""
+    (second,) = (peer for peer in nodes["one"].transfer.peers() if peer.node == "two")
+    await asyncio.to_thread(copy, nodes["three"].transfer.dialer, second, key, "one")
+
+
 async def test_a_snapshot_is_copied_to_a_second_node(nodes, repo):
     await nodes["one"].tree(repo)
     (record,) = nodes["one"].store.stages()
     saved = StageRecord("snap-0123", SNAPSHOT, None, record.adds, recipe={"spec": {"image": "x"}, "in_place": None, "stage_layers": 1})
     nodes["one"].store.put_stage(saved)
-    await asyncio.to_thread(nodes["one"].transfer.copy_to, "snap-0123", "two")
-    await asyncio.to_thread(nodes["one"].transfer.copy_to, "snap-0123", "two")
+    await copied(nodes, "snap-0123")
+    await copied(nodes, "snap-0123")
 
     assert nodes["two"].store.stage("snap-0123") == saved
     assert nodes["three"].store.stages() == []
-    with pytest.raises(UsageError, match="its nodes are three, two"):
-        nodes["one"].transfer.copy_to("snap-0123", "nobody")
     with pytest.raises(StageUnavailable, match="snap-9999"):
-        await asyncio.to_thread(nodes["one"].transfer.copy_to, "snap-9999", "two")
+        await copied(nodes, "snap-9999")

@@ -8,6 +8,7 @@ import pytest
 from tests.unit.server.test_service import until
 
 import untax
+from untax.cluster import placing as module
 from untax.cluster.placing import Placing
 from untax.leases import Bindings, checked
 from untax.pool.options import PoolOptions
@@ -28,10 +29,10 @@ class Nodes:
 
 
 @contextlib.asynccontextmanager
-async def nodes(tmp_path, names="abc", *, here=None, on_lost=None, **options):
+async def nodes(tmp_path, names="abc", *, here=None, **options):
     """As many servers in this process, each with an engine on a fake substrate, all followed."""
     async with contextlib.AsyncExitStack() as stack:
-        placing = Placing(here=here, on_lost=on_lost)
+        placing = Placing(here=here)
         services, engines = {}, {}
         for name in names:
             engine = await stack.enter_async_context(untax.Engine(FakeSubstrate(), pool=PoolOptions(**options)))
@@ -129,19 +130,44 @@ async def test_nobody_waits_longer_than_it_said(tmp_path):
         await asyncio.gather(*(box.release() for box in boxes))
 
 
-async def test_a_server_that_is_gone_is_left_and_told_and_leases_go_elsewhere(tmp_path):
-    lost = []
-    async with nodes(tmp_path, "ab", here="a", on_lost=lambda node, exc: lost.append((node, type(exc)))) as fleet:
+async def silent(spec):
+    await asyncio.Event().wait()
+
+
+async def test_a_node_that_says_nothing_keeps_nobody_from_asking_another_what_a_spec_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_LADDER_S", 0.05)
+    async with nodes(tmp_path, "abc", here="a") as fleet:
+        fleet.engines["a"].ladder = fleet.engines["b"].ladder = silent
+        box = await fleet.lease()
+        assert box.ledger.wanted
+        await box.release()
+
+
+async def test_nobody_waits_longer_than_it_said_for_nodes_that_say_nothing(tmp_path):
+    async with nodes(tmp_path, "ab") as fleet:
+        fleet.engines["a"].ladder = fleet.engines["b"].ladder = silent
+        with pytest.raises(untax.PoolTimeout, match="no node has said"):
+            await fleet.lease(wait_s=0.1)
+
+
+async def test_a_node_that_does_not_answer_is_asked_last_what_a_spec_is(tmp_path):
+    async with nodes(tmp_path, "ab", here="a") as fleet:
+        fleet.placing.views.lost("a", "for the test")
+        fleet.engines["a"].ladder = silent
+        await (await fleet.lease(wait_s=1.0)).release()
+
+
+async def test_a_server_that_is_gone_is_left_and_leases_go_elsewhere(tmp_path):
+    async with nodes(tmp_path, "ab", here="a") as fleet:
         await (await fleet.lease()).release()
         listener_path = tmp_path / "a.sock"
         listener_path.unlink()
         await fleet.services["a"].aclose()
-        await until(lambda: lost)
+        await until(lambda: "does not answer" in fleet.placing.views.left_out(fleet.request().spec).get("a", ""))
 
         box = await fleet.lease()
 
         assert box.ledger.placed.node == "b"
-        assert "does not answer" in fleet.placing.views.left_out(fleet.request().spec)["a"]
         await box.release()
 
 

@@ -10,6 +10,7 @@ import struct
 import pytest
 
 import untax
+from untax.pool.options import PoolOptions
 from untax.remote import connection as client
 from untax.remote.messages import PROTOCOL, Framer, decode, encode
 from untax.server import operations
@@ -262,6 +263,57 @@ async def test_a_request_that_never_arrived_is_carried_out_once(fake, tmp_path):
         await asyncio.gather(*(box.release() for box in boxes))
 
 
+@pytest.mark.parametrize("is_made", [True, False])
+async def test_a_lease_that_failed_with_its_connection_is_given_back_by_the_next_one(fake, tmp_path, monkeypatch, is_made):
+    """Its client was told that it failed, and has asked elsewhere by the time that the server is reached again."""
+    gate = fake.gates["create"] = asyncio.Event()
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        owner = engine.server.owner
+        leasing = asyncio.ensure_future(engine.acquire())
+        await until(lambda: "create" in fake.log)
+        with monkeypatch.context() as cut:
+            cut.setattr(client.Connection, "connect", refused)
+            break_connection(engine)
+            with pytest.raises(untax.BackendError, match="there is no other"):
+                await leasing
+        if is_made:
+            gate.set()
+            await until(lambda: service.leases == 1)
+        await engine.pools()
+        assert engine.server.owner == owner
+        gate.set()
+        await until(lambda: not service.leases and not fake.live)
+        async with engine.lease():
+            assert service.leases == 1
+
+
+async def test_more_leases_at_once_than_a_server_takes_wait_for_their_turn(fake, tmp_path):
+    """And their releases are not behind them."""
+    async with serving(tmp_path, fake, pool=PoolOptions(entries=20)) as service, untax.connect(service.url) as engine:
+
+        async def rollout():
+            async with engine.lease() as box:
+                return (await box.run(["true"])).exit_code
+
+        assert await asyncio.gather(*(rollout() for _ in range(1100))) == [0] * 1100
+        assert service.leases == 0
+
+
+async def test_a_request_that_waits_for_its_turn_keeps_its_deadline(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_AT_ONCE", 1)
+    gate = fake.gates["create"] = asyncio.Event()
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        first = asyncio.ensure_future(engine.acquire())
+        await until(lambda: "create" in fake.log)
+        with pytest.raises(untax.BackendError, match=r"within 0\.05 s"):
+            await engine.request("lease", {}, timeout_s=0.05)
+        await engine.pools()  # of the other sort
+        gate.set()
+        await (await first).release()
+        async with engine.lease():
+            assert service.leases == 1
+
+
 async def test_an_owner_that_does_not_come_back_loses_its_leases(fake, tmp_path, monkeypatch):
     """Within its lease time, also when a snapshot or a reset of its is under way."""
     async with serving(tmp_path, fake, lease_s=0.2) as service:
@@ -443,6 +495,23 @@ async def test_a_draining_server_takes_no_new_leases(fake, tmp_path):
             idle = asyncio.ensure_future(service.wait_idle())
             await asyncio.sleep(0)
             assert not idle.done()
+        await idle
+
+
+async def test_a_drain_waits_for_leases_that_are_being_made(fake, tmp_path):
+    gate = fake.gates["create"] = asyncio.Event()
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        leasing = asyncio.ensure_future(engine.acquire())
+        await until(lambda: "create" in fake.log)
+        service.drain()
+        idle = asyncio.ensure_future(service.wait_idle())
+        await asyncio.sleep(0.01)
+        assert not idle.done()
+        gate.set()
+        box = await leasing
+        await asyncio.sleep(0.01)
+        assert not idle.done()
+        await box.release()
         await idle
 
 

@@ -111,6 +111,8 @@ class Ahead:
                         break  # what was ordered after it may stand on it
             except (StageError, OSError) as exc:
                 _log.warning("nothing could be brought ahead of demand: %s", exc)
+            except Exception:  # told here; whatever one node says, the others' stages still come
+                _log.exception("nothing could be brought ahead of demand")
 
     def _asked(self, peers: list[Peer]) -> list[Heat]:
         if not peers:

@@ -32,6 +32,7 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _TIMES = (1 << 40) * 10**9
 _MOST_REST = 256 << 20  # bytes of attributes and times
+_LONGEST_NAME, _LONGEST_VALUE = 255, 1 << 16  # bytes of an extended attribute: the kernel's own limits
 _REDIRECT = re.compile(rb"/?[^/\0]+(/[^/\0]+)*")
 
 Extents = list[tuple[int, int]]
@@ -52,7 +53,9 @@ class Arrival:
         self.chunks: list[Chunk] = chunks_of(self.rows)
         self._place = place
         self._marks: marks.Marks = kind
-        self._times, self._attributes, self.stored = self._checked(_unpacked(packed_rest))
+        self._times, self._attributes, stored = self._checked(_unpacked(packed_rest))
+        self.stored = min(stored, self.contents_bytes)
+        """What its contents take on the disk, as it is said; no more than the rows prove."""
         self._guard = threading.Lock()
         self._has = bytearray(len(self.chunks))
         self._large = {number: _Large(self, number) for number, row in enumerate(self.rows) if row.kind == "f" and is_large(row)}
@@ -260,7 +263,12 @@ class Arrival:
                 int(number): [(str(name), base64.b64decode(value, validate=True)) for name, value in some]
                 for number, some in rest["attributes"].items()
             }
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            for number, some in attributes.items():
+                if not 0 <= number < len(self.rows):
+                    raise ValueError(f"those of an entry {number}, of which there is none")
+                if any(len(os.fsencode(name)) > _LONGEST_NAME or len(value) > _LONGEST_VALUE for name, value in some):
+                    raise ValueError(f"one of {shown(self.rows[number].name)} is too long")
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as exc:
             raise StageFailed("layer", f"the layer is refused: its attributes are damaged ({exc!r:.200})") from None
         if stored < 0 or any(not -_TIMES <= one <= _TIMES for one in times.values()):
             raise StageFailed("layer", "the layer is refused: a time that no clock reaches")

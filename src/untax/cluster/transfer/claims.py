@@ -1,9 +1,10 @@
 """Who builds what: one node of the fleet for each stage, by agreement and without anybody in the middle.
 
 Every stage has an owner among the nodes, the same one whoever asks, by a hash of both. Whoever wants to build a stage claims it there
-first; others who want it meanwhile wait there, and are told of its end. A claim is a connection: it ends with its holder. The owner
-keeps nothing that could be lost: one that was asked nothing yet grants the first claim, and whoever has that asks all nodes before it
-builds. When nodes come and go two owners may each grant one, and a stage is built twice at worst.
+first; others who want it meanwhile wait there, and are told of its end. A claim is a connection: it ends with its holder, and when its
+holder falls silent (a process that is stopped keeps its connections). The owner keeps nothing that could be lost: one that was asked
+nothing yet grants the first claim, and whoever has that asks all nodes before it builds. When nodes come and go, or one falls silent,
+two owners may each grant one, and a stage is built twice at worst.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,11 +38,12 @@ class Verdict:
 
 
 class Ticket:
-    """One claim, waiting or granted."""
+    """One claim, waiting or granted. `tell` is called, in any thread, when it was decided; it must not wait."""
 
-    def __init__(self, key: str, node: str) -> None:
+    def __init__(self, key: str, node: str, tell: Callable[[], None]) -> None:
         self.key = key
         self.node = node
+        self._tell = tell
         self.verdict: Verdict | None = None
         self.decided = threading.Event()
 
@@ -53,6 +55,7 @@ class Ticket:
     def decide(self, verdict: Verdict) -> None:
         self.verdict = verdict
         self.decided.set()
+        self._tell()
 
 
 class Claims:
@@ -63,9 +66,9 @@ class Claims:
         self._lines: dict[str, deque[Ticket]] = {}  # the first of each has the claim
         self._hints: OrderedDict[str, tuple[str, ...]] = OrderedDict()
 
-    def claim(self, key: str, node: str, *, not_at: Iterable[str] = ()) -> Ticket:
+    def claim(self, key: str, node: str, *, not_at: Iterable[str] = (), tell: Callable[[], None] = lambda: None) -> Ticket:
         """`not_at`: nodes that were said to have it and do not."""
-        ticket = Ticket(key, node)
+        ticket = Ticket(key, node, tell)
         with self._guard:
             holders = self._without(key, {*not_at, node})
             if holders:

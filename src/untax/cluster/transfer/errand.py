@@ -86,14 +86,18 @@ class Errand:
         by_node = {peer.node: peer for peer in self._transfer.peers()}
         for node in owners(self._key, [self._transfer.node, *by_node]):
             if node == self._transfer.node:
-                self._ticket = self._transfer.claims.claim(self._key, node, not_at=tried)
-                return self._ticket.wait()
+                ticket = self._ticket = self._transfer.claims.claim(self._key, node, not_at=tried)
+                if self.wires.stopped.is_set():  # by who saw no ticket yet
+                    self._transfer.claims.leave(ticket)
+                return ticket.wait()
             try:
                 wire = self._open.enter_context(self.wires.holding(self._transfer.dialer.dial(by_node[node])))
-                said = wire.ask("claim", key=self._key, not_at=sorted(tried), waits_s=None)
+                verdict = _verdict(node, wire.ask_long("claim", key=self._key, not_at=sorted(tried)))
                 self._owner = wire
-                return Verdict(said["outcome"], tuple(said["holders"]), str(said["message"]), str(said["log"]))
-            except (PeerFault, KeyError, TypeError) as exc:
+                if verdict.outcome == "granted":
+                    self._transfer.beats.add(wire)
+                return verdict
+            except PeerFault as exc:
                 self._open.close()
                 if self.wires.stopped.is_set():
                     break
@@ -138,6 +142,7 @@ class Errand:
 
     def bring(self, found: Sequence[Found]) -> StageRecord | None:
         """The layers of a record, from the nodes whose record it is; None when they could not be had. A full disk is raised."""
+        full: StageUnavailable | None = None
         for record in dict.fromkeys(one.record.adds for one in found):
             some = [one for one in found if one.record.adds == record]
             try:
@@ -149,16 +154,20 @@ class Errand:
                         self.wires,
                         self._throttle,
                         told=lambda done, total, what=what: self._progress(what, done, total),  # type: ignore[misc]
+                        wanted=self._transfer.wanted,
                     )
-                    fetch.layer(layer_id, [one.peer for one in some], may_climb=self._name != "image")
+                    is_image = "image" in (self._name, some[0].record.name)
+                    fetch.layer(layer_id, [one.peer for one in some], may_climb=not is_image)
                 return some[0].record
             except StageError as exc:
-                if isinstance(exc, StageUnavailable) and exc.stage != "layer":
-                    raise
                 if self.wires.stopped.is_set():
                     raise
+                if isinstance(exc, StageUnavailable) and exc.stage != "layer":
+                    full = full or exc  # what another says it is may be smaller
                 self.reasons.append(exc.message)
                 _log.warning("stage %s (%s) did not come: %s", self._name, self._key[:12], exc.message)
+        if full is not None:
+            raise full
         return None
 
     # ---- after ----
@@ -178,7 +187,9 @@ class Errand:
         ticket, self._ticket = self._ticket, None
         if ticket is not None:
             self._transfer.claims.leave(ticket)
-        self._owner = None
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            self._transfer.beats.drop(owner)
         self._open.close()
 
     def stop(self) -> None:
@@ -192,15 +203,26 @@ class Errand:
         if self._ticket is not None:
             settle(self._transfer, self._ticket, op, said)
         elif self._owner is not None:
+            self._transfer.beats.drop(self._owner)
             with contextlib.suppress(PeerFault):
-                self._owner.ask(op, **said)
+                self._owner.ask(op, waits_s=_ASKED_S, **said)
+                if op == "there":
+                    self._transfer.beats.add(self._owner)
+
+
+def _verdict(node: str, said: Mapping[str, Any]) -> Verdict:
+    """`PeerFault` for what no owner says."""
+    outcome, holders = said.get("outcome"), said.get("holders")
+    if outcome not in ("granted", "there", "failed") or not isinstance(holders, list):
+        raise PeerFault(f"{node}: an answer to a claim that is none")
+    return Verdict(outcome, tuple(str(one) for one in holders), str(said.get("message")), str(said.get("log")))
 
 
 def settle(transfer: Transfer, ticket: Ticket, op: str, said: Mapping[str, Any]) -> None:
     """What the holder of a claim says, at the owner."""
     holders = said.get("holders")
     if op == "there" and isinstance(holders, list):
-        transfer.claims.there(ticket.key, [str(one) for one in holders[:64]])
+        transfer.claims.there(ticket.key, [str(one)[:200] for one in holders[:64]])
     elif said.get("outcome") == "there":
         transfer.claims.there(ticket.key, [ticket.node])
     elif said.get("outcome") == "failed":

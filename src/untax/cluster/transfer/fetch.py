@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from untax._remove import remove_tree
 from untax.cluster.transfer.arrival import Arrival, Mismatch, read_map, write_at
 from untax.cluster.transfer.outgoing import STEP
+from untax.cluster.transfer.pace import Wanted, locked
 from untax.cluster.transfer.plan import CHUNK_BYTES
 from untax.cluster.transfer.wire import SILENCE_S, Dialer, Peer, PeerFault, Wire, Wires
 from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers._descent import Descent
 from untax.layers._durable import begin_writing
-from untax.layers._held import file_lock
 from untax.layers.rows import MOST_BYTES
 from untax.layers.spares import using
 from untax.layers.store import Layer, LayerStore
@@ -35,6 +35,11 @@ _AHEAD = 2  # chunks that are asked for on each, so that the way there and back 
 _TRIES = 3  # of one node that is cut off, as long as each brings something
 _MOST_MAP = 16 << 20  # bytes: a million extents
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+# What a file system answers to an entry that it cannot have: a size, name, target, number of links, owner or attribute beyond what it keeps.
+_CANNOT_BE = (
+    *(errno.EINVAL, errno.EFBIG, errno.ENAMETOOLONG, errno.E2BIG, errno.ERANGE, errno.EOVERFLOW, errno.EMLINK),
+    *(errno.EPERM, errno.EOPNOTSUPP, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+)
 
 Told = Callable[[int, int], None]
 """Of bytes that have come, and of how many."""
@@ -48,14 +53,18 @@ class Throttle:
         self._guard = threading.Lock()
         self._free_at = 0.0
 
-    def take(self, size: int, stopped: threading.Event) -> None:
+    @property
+    def is_patient(self) -> bool:
+        return self._rate is not None
+
+    def take(self, size: int, hurried: threading.Event) -> None:
         if self._rate is None:
             return
         with self._guard:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + size / self._rate
             wait_s = self._free_at - now
-        stopped.wait(wait_s)
+        hurried.wait(wait_s)
 
 
 @dataclass(slots=True)
@@ -68,6 +77,7 @@ class Fetch:
     throttle: Throttle = field(default_factory=lambda: Throttle(None))
     told: Told = lambda _done, _total: None
     connections: int = CONNECTIONS
+    wanted: Wanted = field(default_factory=Wanted)
 
     def layer(self, layer_id: str, peers: Sequence[Peer], *, may_climb: bool = True) -> Layer:
         """The layer, held in the store until a record names it. Blocks; once for all on this machine who want it at a time.
@@ -78,7 +88,8 @@ class Fetch:
         if (found := self.store.reuse(layer_id)) is not None:
             return found
         place = self.store.arrivals / layer_id
-        with self.store.telling(), file_lock(place.with_name(f"{layer_id}.lock")), using(place):
+        is_wanted = self.wanted.by(layer_id, self.wires, is_patient=self.throttle.is_patient)
+        with self.store.telling(), is_wanted, locked(place.with_name(f"{layer_id}.lock"), self.wires), using(place):
             if (found := self.store.reuse(layer_id)) is not None:
                 return found
             try:
@@ -110,6 +121,11 @@ class Fetch:
                 except StageFailed as exc:  # of rows or attributes, before anything was made of them
                     refusal = exc
                     faults.append(f"{peer.node}: {exc.message}")
+                    break
+                except OSError as exc:
+                    if exc.errno not in _CANNOT_BE:
+                        raise
+                    faults.append(f"{peer.node} gave what cannot be made here: {exc.strerror}")
                     break
             _log.warning("layer %s: %s", layer_id[:19], "; ".join(faults[before:]))
         if refusal is not None and len(peers) == 1:
@@ -144,8 +160,12 @@ class Fetch:
         return layer
 
     def _require_room(self, wanted: int) -> None:
-        if self.store.shortage_bytes(wanted) > 0:
-            self.store.evict(wanted_bytes=wanted)
+        short = self.store.shortage_bytes(wanted)
+        if short > 0:
+            # What all of the store together has no room for evicts nothing of it.
+            there = sum(layer.bytes for layer in self.store.layers()) + sum(spare.bytes for spare in self.store.spares())
+            if short <= there:
+                self.store.evict(wanted_bytes=wanted)
             free = -self.store.shortage_bytes(wanted)
             if free < 0 and self.store.budget_bytes is None:
                 raise OSError(errno.ENOSPC, f"{-free} bytes short of a layer of {wanted}")
@@ -195,7 +215,12 @@ class _Crew:
             if wire is not None:
                 self._fill(wire)
                 return
-            with self._fetch.wires.holding(self._fetch.dialer.dial(self._peer)) as own:
+            try:
+                more = self._fetch.dialer.dial(self._peer)
+            except PeerFault as exc:
+                _log.debug("%s: one connection fewer: %s", self._layer_id[:19], exc)
+                return
+            with self._fetch.wires.holding(more) as own:
                 own.ask("layer", layer=self._layer_id, is_known=True)
                 self._fill(own)
         except BaseException as exc:  # told by `run`, in the thread that waits for all
@@ -238,7 +263,7 @@ class _Crew:
                 self._stream(wire, fd, offset, part, buffer)
             begin_writing(fd, chunk[0].offset, length)  # or the disk would begin when the last byte of all has come
             self._arrival.put_part(at)
-        self._fetch.throttle.take(data, self._fetch.wires.stopped)
+        self._fetch.throttle.take(data, self._fetch.wires.hurried)
         with self._guard:
             self._done += length
             self._brought += 1

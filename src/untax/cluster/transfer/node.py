@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from untax.cluster.transfer.ahead import Ahead
-from untax.cluster.transfer.claims import Claims
+from untax.cluster.transfer.beats import Beats
+from untax.cluster.transfer.claims import Claims, Ticket
 from untax.cluster.transfer.errand import Errand, settle
+from untax.cluster.transfer.pace import Wanted
 from untax.cluster.transfer.serve import Server, Session
 from untax.cluster.transfer.spread import Budget
 from untax.cluster.transfer.wire import Dialer, Peer, PeerFault, Refused
-from untax.core.errors import StageFailed, StageUnavailable, UsageError
+from untax.core.errors import StageError, StageFailed, StageUnavailable, UntaxError, UsageError
 from untax.core.stage import Stage
 from untax.layers._held import alone
 from untax.layers.record import SNAPSHOT, StageRecord, is_key
 from untax.layers.sources import Progress
 from untax.layers.store import LayerStore
 
-_COPY_S = 3600.0  # of one snapshot to another node
+_log = logging.getLogger("untax.transfer")
+_MOST_COPIES = 64  # that others have asked for, at once: each has a thread
 
 
 class Transfer:
@@ -49,6 +53,10 @@ class Transfer:
         self._guard = threading.Lock()
         self._peers: dict[str, Peer] = {}
         self._errands: set[Errand] = set()
+        self._copying: set[threading.Thread] = set()
+        self._is_closed = False
+        self.beats = Beats()
+        self.wanted = Wanted()
         self.untold_uses = untold_uses
         self.ahead = Ahead(self, budget or Budget())
         self._is_spreading = budget is not None
@@ -85,12 +93,18 @@ class Transfer:
     def close(self) -> None:
         """Nothing of it runs afterwards. Safe to call twice."""
         with self._guard:
+            self._is_closed = True
             errands = list(self._errands)
         for errand in errands:
             errand.stop()
         self.ahead.close()
         self.claims.close()
         self._server.close()
+        self.beats.close()
+        with self._guard:
+            copying = list(self._copying)
+        for thread in copying:
+            thread.join()
 
     # ---- for the engine ----
 
@@ -106,6 +120,8 @@ class Transfer:
             try:
                 yield record
             except StageFailed as exc:
+                if exc.found_no_room:  # which is true of this node: the next in line may have some
+                    raise
                 await alone(functools.partial(errand.failed, exc), errand.stop)
                 raise
             await alone(errand.done, errand.stop)
@@ -113,16 +129,6 @@ class Transfer:
             self._ended(errand)
 
     # ---- snapshots ----
-
-    def copy_to(self, key: str, node: str) -> None:
-        """Have another node bring a saved snapshot of ours, or a stage. Blocks until it is there."""
-        with self._guard:
-            peer = self._peers.get(node)
-        if peer is None:
-            raise UsageError(
-                f"there is no node {node!r} in the fleet that takes layers; its nodes are {', '.join(sorted(self._peers)) or 'this one alone'}"
-            )
-        copy(self.dialer, peer, key, self.node)
 
     def bring(self, key: str, node: str) -> None:
         """A saved snapshot, or a stage, from another node into this one's store. Blocks."""
@@ -146,6 +152,9 @@ class Transfer:
         errand = Errand(self, key, name, progress)
         with self._guard:
             self._errands.add(errand)
+            is_closed = self._is_closed
+        if is_closed:
+            errand.stop()
         return errand
 
     def _ended(self, errand: Errand) -> None:
@@ -160,10 +169,9 @@ class Transfer:
         if not is_key(key) or not isinstance(not_at, list) or session.ticket is not None:
             session.wire.send({"error": "a claim to no stage"})
             return
-        ticket = session.ticket = self.claims.claim(key, session.node, not_at=[str(one) for one in not_at[:1000]])
+        ticket = session.ticket = self.claims.claim(key, session.node, not_at=[str(one) for one in not_at[:1000]], tell=session.ring)
         session.on_end(functools.partial(self.claims.leave, ticket))
-        verdict = ticket.wait()
-        session.wire.send({"outcome": verdict.outcome, "holders": verdict.holders, "message": verdict.message, "log": verdict.log})
+        session.owe(functools.partial(_decided, ticket))
 
     def _settle(self, session: Session, said: dict[str, Any]) -> None:
         if session.ticket is None:
@@ -176,15 +184,50 @@ class Transfer:
         key = str(said.get("key"))
         if not is_key(key):
             raise UsageError(f"{key!r:.80} is not the key of anything")
-        self.bring(key, str(said.get("from")))
-        session.wire.send({})
+        answers: list[dict[str, Any]] = []
+
+        def work() -> None:
+            try:
+                answers.append(self._brought(key, str(said.get("from"))))
+            finally:
+                with self._guard:
+                    self._copying.discard(threading.current_thread())
+                session.ring()
+
+        thread = threading.Thread(target=work, name="untax-copy", daemon=True)
+        with self._guard:
+            if len(self._copying) >= _MOST_COPIES:
+                raise UsageError(f"node {self.node} brings {_MOST_COPIES} other things at the moment; ask again later")
+            session.owe(lambda: answers[0] if answers else None)
+            thread.start()
+            self._copying.add(thread)
+
+    def _brought(self, key: str, node: str) -> dict[str, Any]:
+        """What is answered to who had something brought."""
+        try:
+            self.bring(key, node)
+        except StageError as exc:
+            return {"error": exc.message}
+        except UntaxError as exc:
+            return {"error": str(exc)}
+        except Exception as exc:  # told to who asked, and here
+            _log.exception("%s could not be brought from %s", key, node)
+            return {"error": f"node {self.node}: {type(exc).__name__}"}
+        return {}
+
+
+def _decided(ticket: Ticket) -> dict[str, Any] | None:
+    verdict = ticket.verdict
+    if verdict is None:
+        return None
+    return {"outcome": verdict.outcome, "holders": verdict.holders, "message": verdict.message, "log": verdict.log}
 
 
 def copy(dialer: Dialer, to: Peer, key: str, source: str) -> None:
     """Ask a node to bring something from another; returns when it is there. `StageUnavailable` in that node's words."""
     try:
         with dialer.dial(to) as wire:
-            wire.ask("bring", key=key, waits_s=_COPY_S, **{"from": source})
+            wire.ask_long("bring", key=key, **{"from": source})
     except Refused as exc:
         raise StageUnavailable(SNAPSHOT, f"it was not copied: {exc}") from None
     except PeerFault as exc:

@@ -16,6 +16,9 @@ MOST_SAID = 64
 """Stages that one node tells of, the hottest first."""
 
 
+_MOST_BYTES = 1 << 60  # of one stage: no store has them, and every number in reach of it can be reckoned with
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """What spreading may cost a node."""
@@ -61,7 +64,7 @@ class Heat:
             )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
-        is_whole = is_key(heat.key) and heat.bytes >= 0 and 0 <= heat.uses < 1e12 and 0 <= heat.cost_s < 1e9
+        is_whole = is_key(heat.key) and 0 <= heat.bytes < _MOST_BYTES and 0 <= heat.uses < 1e12 and 0 <= heat.cost_s < 1e9
         return heat if is_whole else None
 
 

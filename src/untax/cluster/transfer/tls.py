@@ -7,26 +7,35 @@ Python's own TLS socket makes two calls of the kernel's for each record of 16 Ki
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import ssl
+import time
 
 _STEP = 256 << 10  # bytes that the kernel is asked for, or given, at a time: 16 records
+_LEAST = 16 << 10  # bytes that it is asked for by who has never had more: most connections carry questions, and wait
 
 
 class TlsStream:
     """Of one thread, but for `cut`. Raises `OSError`, of which `ssl.SSLError` is one."""
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, server_hostname: str | None = None) -> None:
-        """Shakes hands, as the server unless the other end has a name."""
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, within_s: float, server_hostname: str | None = None) -> None:
+        """Shakes hands, as the server unless the other end has a name. `TimeoutError` when that took longer, byte by byte or not."""
         self._sock = sock
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server_hostname is None, server_hostname=server_hostname)
-        self._packed = memoryview(bytearray(_STEP))
+        self._packed = memoryview(bytearray(_LEAST))
+        until = time.monotonic() + within_s
         while True:
             try:
                 self._tls.do_handshake()
                 break
             except ssl.SSLWantReadError:
+                # What is left of the time, not the whole of it for each byte: whoever sends one now and then would hold us for ever.
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"no handshake within {within_s:g} s") from None
+                sock.settimeout(left_s)
                 self._flush()
                 self._fill()
             except ssl.SSLError:
@@ -48,17 +57,32 @@ class TlsStream:
                 self._flush()
         self._flush()
 
-    def recv_into(self, view: memoryview) -> int:
-        """At least one byte; 0 at the end."""
-        while True:
+    def read_into(self, view: memoryview, until: float | None) -> int:
+        """Fill it. Gives how much came, which is less at the end, and when it is later than `until` by the monotonic clock."""
+        read, at, size = self._tls.read, 0, len(view)
+        while at < size:
             try:
-                # With somewhere to put it, how much it was is what it gives; typeshed says otherwise.
-                return self._tls.read(len(view), view)  # type: ignore[return-value]
+                # A record at most. With somewhere to put it, how much it was is what it gives; typeshed says otherwise.
+                at += read(size - at, view[at:])  # type: ignore[operator]
             except ssl.SSLWantReadError:
+                if until is not None and time.monotonic() > until:
+                    break
                 self._flush()  # a new key may have to be confirmed
                 self._fill()
             except ssl.SSLZeroReturnError:
-                return 0
+                break
+        return at
+
+    def has_more(self, within_s: float) -> bool:
+        """Whether something has come, or comes within that time, that was not given yet. The end is something, too."""
+        if self._tls.pending() or self._in.pending:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
 
     def cut(self) -> None:
         """From any thread: whoever waits on it is told of its end."""
@@ -73,6 +97,8 @@ class TlsStream:
         if got == 0:
             raise ConnectionResetError("the connection ended")
         self._in.write(self._packed[:got])
+        if got == len(self._packed) < _STEP:
+            self._packed = memoryview(bytearray(_STEP))
 
     def _flush(self) -> None:
         if self._out.pending:

@@ -13,7 +13,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from untax import __version__
@@ -25,6 +25,8 @@ _LONGEST = 1 << 20  # bytes of one question or answer, without what follows it; 
 CONNECT_S = 5.0
 SILENCE_S = 20.0
 """Without a single byte, where some are due: the other end, or the way to it, is gone."""
+BEAT_S = 5.0
+"""Whoever makes the other end wait says so this often: a process that is stopped still has a kernel that answers for it."""
 _DEAD_AFTER_S = 12  # of a machine that vanished without a word, while nothing is due: 3 questions of the kernel's, 3 s apart
 
 
@@ -68,31 +70,49 @@ class Wire:
         with self._faults():
             self._stream.sendall(data)
 
-    def receive(self, *, waits_s: float | None = SILENCE_S) -> dict[str, Any]:
-        """The next message; None for `waits_s` is as long as the other end lives."""
-        with self._faults():
-            self._stream.settimeout(waits_s)
-        head = self.read(_LENGTH.size, within_s=None)
-        (length,) = _LENGTH.unpack(head)
-        if length > _LONGEST:
+    def receive(self, *, waits_s: float | None = None, until: float | None = None, most: int = _LONGEST) -> dict[str, Any]:
+        """The next message, which has to begin within `waits_s`, or `SILENCE_S`, and to end `SILENCE_S` later; or both by `until` of the
+        monotonic clock.
+        """
+        (length,) = _LENGTH.unpack(self._due(_LENGTH.size, (waits_s or SILENCE_S) if until is None else until - time.monotonic()))
+        if length > most:
             raise PeerFault(f"{self.who}: a message of {length} bytes")
-        with self._faults():
-            self._stream.settimeout(SILENCE_S)
+        data = self._due(length, SILENCE_S if until is None else until - time.monotonic())
+        if until is not None:
+            with self._faults():
+                self._stream.settimeout(SILENCE_S)
         try:
-            message = json.loads(self.read(length, within_s=SILENCE_S))
+            message = json.loads(data)
         except (ValueError, RecursionError):
             raise PeerFault(f"{self.who}: a message that is none") from None
         if not isinstance(message, dict):
             raise PeerFault(f"{self.who}: a message that is none")
         return message
 
-    def ask(self, op: str, *, waits_s: float | None = SILENCE_S, **said: Any) -> dict[str, Any]:
+    def ask(self, op: str, *, waits_s: float | None = None, **said: Any) -> dict[str, Any]:
         """The answer; `Refused` in the other end's words."""
         self.send({"op": op, **said})
         return self.answer(waits_s=waits_s)
 
-    def answer(self, *, waits_s: float | None = SILENCE_S) -> dict[str, Any]:
-        message = self.receive(waits_s=waits_s)
+    def ask_long(self, op: str, **said: Any) -> dict[str, Any]:
+        """The answer to what takes its time: as long as the other end says every `BEAT_S` that it is at it."""
+        self.send({"op": op, **said})
+        while (answer := self.answer()).get("wait") is True:
+            pass
+        return answer
+
+    def send_at_once(self, message: dict[str, Any]) -> None:
+        """A few bytes to whom they can be sent without waiting; `PeerFault` for one that has taken none for long."""
+        with self._faults():
+            self._stream.settimeout(0)
+        try:
+            self.send(message)
+        finally:
+            with contextlib.suppress(OSError):
+                self._stream.settimeout(SILENCE_S)
+
+    def answer(self, *, waits_s: float | None = None, until: float | None = None) -> dict[str, Any]:
+        message = self.receive(waits_s=waits_s, until=until)
         if "error" in message:
             raise Refused(f"{self.who}: {str(message['error'])[:1000]}")
         return message
@@ -104,18 +124,30 @@ class Wire:
         self.read_into(memoryview(data), within_s=within_s)
         return data
 
+    def _due(self, size: int, within_s: float) -> bytearray:
+        within_s = max(within_s, 0.001)
+        with self._faults():
+            self._stream.settimeout(within_s)
+        return self.read(size, within_s=within_s)
+
     def read_into(self, view: memoryview, *, within_s: float | None) -> None:
         """Fill it. Who sends so slowly that it takes longer than `within_s` is cut off."""
         until = None if within_s is None else time.monotonic() + within_s
-        at, size = 0, len(view)
         with self._faults():
-            while at < size:
-                got = self._stream.recv_into(view[at:])
-                if got == 0:
-                    raise PeerFault(f"{self.who}: the connection ended")
-                at += got
-                if until is not None and time.monotonic() > until and at < size:
-                    raise PeerFault(f"{self.who}: {at} of {size} bytes in {within_s:.0f} s")
+            came = self._stream.read_into(view, until)
+        if came == len(view):
+            return
+        if until is not None and time.monotonic() > until:
+            raise PeerFault(f"{self.who}: {came} of {len(view)} bytes in {within_s:.0f} s")
+        raise PeerFault(f"{self.who}: the connection ended")
+
+    def has_more(self, within_s: float) -> bool:
+        """Whether the other end has said, or says within that time, more than was received."""
+        with self._faults():
+            return self._stream.has_more(within_s)
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
 
     def cut(self) -> None:
         """From any thread: whoever waits on it is told of its end."""
@@ -153,19 +185,22 @@ class Dialer:
             self._last.cut()
 
     def dial(self, peer: Peer, *, timeout_s: float = CONNECT_S) -> Wire:
-        """`PeerFault` when there is nobody, or somebody else."""
+        """`PeerFault` when there is nobody, or somebody else; or when it takes longer to find that out."""
+        until = time.monotonic() + timeout_s
         try:
             plain = socket.create_connection((peer.host, peer.port), timeout_s)
         except OSError as exc:
             raise PeerFault(f"{peer.node}: {exc.strerror or exc}") from None
         try:
             tune(plain)
-            wire = Wire(TlsStream(plain, self._context, server_hostname=peer.host), peer.node)
+            stream = TlsStream(plain, self._context, within_s=max(until - time.monotonic(), 0.0), server_hostname=peer.host)
+            wire = Wire(stream, peer.node)
         except OSError as exc:
             plain.close()
             raise PeerFault(f"{peer.node}: {exc}") from None
         try:
-            wire.ask("hello", protocol=PROTOCOL, version=__version__, token=self._token, node=self.node, waits_s=timeout_s)
+            wire.send({"op": "hello", "protocol": PROTOCOL, "version": __version__, "token": self._token, "node": self.node})
+            wire.answer(until=until)
         except BaseException:
             wire.close()
             raise
@@ -187,13 +222,37 @@ class Wires:
     def __init__(self) -> None:
         self._guard = threading.Lock()
         self._open: set[Wire] = set()
+        self._told: list[Callable[[], None]] = []
         self.stopped = threading.Event()
+        self.hurried = threading.Event()
+        """Somebody waits for it, or it was stopped: nobody takes their time over it any longer."""
 
     def stop(self) -> None:
         with self._guard:
             self.stopped.set()
             for wire in self._open:
                 wire.cut()
+            told = list(self._told)
+        self.hurried.set()
+        for call in told:
+            call()
+
+    def hurry(self) -> None:
+        self.hurried.set()
+
+    @contextlib.contextmanager
+    def told_of_stop(self, call: Callable[[], None]) -> Iterator[None]:
+        """`call` is called when it is stopped while the block lasts, or was before it; in any thread."""
+        with self._guard:
+            self._told.append(call)
+            is_stopped = self.stopped.is_set()
+        try:
+            if is_stopped:
+                call()
+            yield
+        finally:
+            with self._guard:
+                self._told.remove(call)
 
     def part(self, nodes: Collection[str]) -> None:
         """End the connections with some nodes."""

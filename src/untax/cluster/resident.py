@@ -1,0 +1,169 @@
+"""The actor that holds a node's agent. It ends by itself when whoever keeps the fleet is no more."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+import untax
+from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.terms import Roll
+from untax.core.errors import UntaxError
+
+log = logging.getLogger("untax.cluster")
+
+NAMESPACE = "untax"
+"""Ray's, in which the actors have their names."""
+
+LOOK_S = 1.0
+AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
+END_S = 30.0  # for an agent to give everything back
+
+
+def keeper_name(fleet: str) -> str:
+    return f"untax:{fleet}"
+
+
+def node_actor_name(fleet: str, instance: str, node_id: str) -> str:
+    """Fleets that follow each other under one name have actors of their own: what is left of one is not taken for the next one's."""
+    return f"untax:{fleet}:{instance}:{node_id}"
+
+
+def is_forerunner(name: str, fleet: str, instance: str, node_id: str) -> bool:
+    """Whether the actor of this name is that of an earlier fleet on the same node. Names of fleets have no colon."""
+    parts = name.split(":")
+    return len(parts) == 4 and parts[:2] == ["untax", fleet] and parts[2] != instance and parts[3] == node_id
+
+
+class NodeActor:
+    """On the node that it is for."""
+
+    def __init__(self, fleet: str, instance: str) -> None:
+        self._fleet = fleet
+        self._instance = instance
+        self._agent: Agent | None = None
+        self._starting = asyncio.Lock()
+        self._ending: asyncio.Task[None] | None = None
+        self._watching = asyncio.ensure_future(self._watch_keeper())  # also of a keeper that dies before there is an agent
+
+    async def version(self) -> tuple[str, float]:
+        """Of untax here, and what this node's clock reads."""
+        return untax.__version__, time.time()
+
+    async def begin(self, plan: Plan, post: Post) -> dict[str, Any]:
+        """The member, or why there is none. Asked twice, what there is."""
+        async with self._starting:
+            if self._ending is not None:
+                return {"refused": "the agent that was there is ending"}
+            if self._agent is None:
+                _take_priority()
+                agent = Agent(plan, post)
+                try:
+                    await agent.start()
+                except (UntaxError, OSError) as exc:
+                    return {"refused": f"{type(exc).__name__}: {exc}"}
+                self._agent = agent
+                # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
+                gc.collect()
+                gc.freeze()
+        assert self._agent.member is not None
+        return {"member": self._agent.member.to_data()}
+
+    async def member(self) -> dict[str, Any] | None:
+        """What there is, for who does not want one."""
+        return None if self._agent is None or self._agent.member is None else self._agent.member.to_data()
+
+    async def meet(self, roll: str) -> None:
+        """Who is in the fleet from here on."""
+        if self._agent is not None:
+            self._agent.meet(Roll.from_json(roll).members)
+
+    async def forever(self) -> None:
+        """Returns only by failing, with the actor's death."""
+        await asyncio.Event().wait()
+
+    async def drain(self) -> None:
+        """No new leases; returns once the last one is over."""
+        if self._agent is not None:
+            self._agent.drain()
+            await self._agent.wait_idle()
+
+    async def end(self) -> None:
+        """Give everything back. The actor itself is its caller's to kill, or goes with whoever keeps the fleet."""
+        async with self._starting:  # an agent that is about to be there would be left
+            await asyncio.shield(self._end())
+
+    def _end(self) -> asyncio.Task[None]:
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(_closed(self._agent))
+        return self._ending
+
+    async def _watch_keeper(self) -> None:
+        """Until it is no more and nobody starts it again: then this agent is nobody's, and nothing may keep this process."""
+        try:
+            await _until_dead(keeper_name(self._fleet), self._instance)
+            log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
+            async with asyncio.timeout(END_S):
+                await self.end()
+        except Exception as exc:
+            log.error("the agent did not end in order, and is killed: %r", exc)
+        finally:
+            _kill_self()
+
+
+def _take_priority() -> None:
+    """That of the node's own processes: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
+    try:
+        usual = os.getpriority(os.PRIO_PROCESS, os.getppid())
+        for thread in os.listdir("/proc/self/task"):  # each has its own
+            os.setpriority(os.PRIO_PROCESS, int(thread), usual)
+    except OSError as exc:
+        log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
+
+
+async def _closed(agent: Agent | None) -> None:
+    if agent is not None:
+        await agent.aclose()
+
+
+def _kill_self() -> None:
+    try:
+        ray.kill(ray.get_runtime_context().current_actor)
+    except Exception as exc:  # Ray's head is away, and would not hear of it
+        log.debug("%s", exc)
+        os._exit(1)
+
+
+async def until_failed(actor: Any) -> None:
+    try:
+        await actor.forever.remote()
+    except RayError:
+        pass
+
+
+async def _until_dead(name: str, instance: str) -> None:
+    """Return once nobody keeps this fleet any more. A keeper that is started again is the same; that of a later fleet is not."""
+    while True:
+        try:
+            actor = await asyncio.to_thread(ray.get_actor, name, NAMESPACE)
+        except ValueError:
+            return
+        except Exception as exc:  # Ray's head is away
+            log.debug("%s: %s", name, exc)
+            await asyncio.sleep(AGAIN_S)
+            continue
+        try:
+            if await actor.instance.remote() != instance:
+                return
+        except RayError as exc:
+            log.debug("%s: %s", name, exc)
+        else:
+            await until_failed(actor)
+        await asyncio.sleep(LOOK_S)  # a restart takes longer

@@ -1,0 +1,164 @@
+"""Ray's nodes and named actors in one process and one event loop: calls, names and deaths as Ray has them, without a cluster.
+
+Tasks that an actor begins are its own, and are gone with it, as those of a process are.
+"""
+
+import asyncio
+import contextvars
+from types import SimpleNamespace
+
+from ray.exceptions import ActorDiedError
+
+from untax.cluster.terms import Member
+from untax.core.errors import UsageError
+
+_current = contextvars.ContextVar("actor", default=None)
+
+
+class FakeRay:
+    """In place of the module `ray`, in the modules under test."""
+
+    def __init__(self):
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_task_factory(_task)
+        self.alive = {}
+        self.named = {}
+        self.stored = {}
+        self.killed = []
+        self.util = SimpleNamespace(list_named_actors=self._list)
+        self.internal_kv = SimpleNamespace(_internal_kv_put=self._put, _internal_kv_list=self._keys, _internal_kv_del=self._delete)
+
+    def join(self, node_id):
+        self.alive[node_id] = {"NodeID": node_id, "NodeManagerAddress": f"address-of-{node_id}", "Alive": True}
+
+    def nodes(self):
+        return list(self.alive.values())
+
+    def make(self, kind, *args, name, **kwargs):
+        """An actor, from the loop's own thread."""
+        made = self.named[name] = Handle(self, name)
+        made.actor = made.context.run(kind, *args, **kwargs)
+        return made
+
+    # ---- what the modules use ----
+
+    def remote(self, kind):
+        def options(*, name, **_):
+            async def made(*args, **kwargs):
+                return self.named.get(name) or self.make(kind, *args, name=name, **kwargs)
+
+            def begun(*args, **kwargs):  # in a thread
+                return asyncio.run_coroutine_threadsafe(made(*args, **kwargs), self.loop).result()
+
+            return SimpleNamespace(remote=begun)
+
+        return SimpleNamespace(options=options)
+
+    def get_actor(self, name, _namespace):
+        if name not in self.named:
+            raise ValueError(name)
+        return self.named[name]
+
+    def kill(self, handle):
+        self.loop.call_soon_threadsafe(handle.die)
+
+    def get_runtime_context(self):
+        return SimpleNamespace(current_actor=_current.get())
+
+    def _list(self, *, all_namespaces):
+        assert all_namespaces
+        return [{"name": name, "namespace": "untax"} for name in list(self.named)]
+
+    def _put(self, key, value, *, namespace):
+        self.stored[namespace, key] = value
+
+    def _keys(self, prefix, *, namespace):
+        return [key for space, key in self.stored if space == namespace and key.startswith(prefix)]
+
+    def _delete(self, key, *, del_by_prefix=False, namespace):
+        for one in self._keys(key, namespace=namespace):
+            if del_by_prefix or one == key:
+                del self.stored[namespace, one]
+
+
+class Handle:
+    def __init__(self, ray, name):
+        self.ray, self.name = ray, name
+        self.actor = None
+        self.tasks = set()
+        self.death = ray.loop.create_future()
+        self.context = contextvars.copy_context()
+        self.context.run(_current.set, self)
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(self._call(method, args, kwargs)))
+
+    async def _call(self, method, args, kwargs):
+        if self.death.done():
+            raise ActorDiedError
+        running = self.context.run(asyncio.ensure_future, getattr(self.actor, method)(*args, **kwargs))
+        await asyncio.wait({running, self.death}, return_when=asyncio.FIRST_COMPLETED)
+        if self.death.done():
+            raise ActorDiedError
+        return running.result()
+
+    def die(self):
+        """As by SIGKILL."""
+        if self.death.done():
+            return
+        self.death.set_result(None)
+        self.ray.killed.append(self.name)
+        if self.ray.named.get(self.name) is self:
+            del self.ray.named[self.name]
+        for task in list(self.tasks):
+            task.cancel()
+
+
+def _task(loop, work, **options):
+    task = asyncio.Task(work, loop=loop, **options)
+    if (owner := _current.get()) is not None:
+        owner.tasks.add(task)
+        task.add_done_callback(owner.tasks.discard)
+    return task
+
+
+class FakeAgent:
+    """Of the nodes of one test: a class of its own for each (`agents()`)."""
+
+    def __init__(self, plan, post):
+        self.plan, self.post = plan, post
+        self.member = None
+        self.is_draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    async def start(self):
+        if (awaited := self.hanging.get(self.post.node_id)) is not None:
+            await awaited.wait()
+        if self.post.node_id in self.there:
+            raise UsageError("a server runs on its state directory already")
+        self.there[self.post.node_id] = self
+        number = len(self.made)
+        self.made.append(self)
+        self.member = Member(
+            self.post.node_id, self.post.name, self.post.address, f"https://{self.post.address}:1", "/s", "boot", "0", "namespace",
+            "namespace", "namespace", agent=str(number),
+        )  # fmt: skip
+
+    async def aclose(self):
+        if self.cannot_end:
+            raise RuntimeError("it cannot")
+        self.there.pop(self.post.node_id, None)
+
+    def meet(self, members):
+        pass
+
+    def drain(self):
+        self.is_draining = True
+
+    async def wait_idle(self):
+        await self.idle.wait()
+
+
+def agents():
+    return type("Agents", (FakeAgent,), {"there": {}, "made": [], "hanging": {}, "cannot_end": False})

@@ -1,0 +1,422 @@
+"""How a client's fleet begins and ends, over real sockets and a fake substrate, with Ray's part played here: nothing is left of a start that failed or was cancelled, nor of a loop that is over."""
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+pytest.importorskip("ray", reason="ray: not installed; pip install 'untax[ray]'")
+
+from ray.exceptions import ActorDiedError
+from tests.unit.server.test_service import serving, until
+
+import untax
+from untax.cluster import access, handles, operate
+from untax.cluster import fleet as module
+from untax.cluster.agent import Plan
+from untax.cluster.fleet import Fleet
+from untax.cluster.node import NodeEngine
+from untax.cluster.terms import Member, Roll, Ticket
+from untax.cluster.trust import Trust
+from untax.remote.boot import boot_id
+from untax.remote.engine import RemoteSubstrate
+from untax.sync.fleet import _shared as blocking_handle
+
+AUTHORITY = Trust.new("life").authority.certificate
+OFFER = RemoteSubstrate("fake", "vm", "vm")
+
+
+def member(socket, node_id="here", agent="1"):
+    return Member(
+        node_id, node_id, "127.0.0.1", "https://127.0.0.1:1", str(socket), boot_id(), untax.__version__, "fake", "vm", "vm",
+        agent=agent,
+    )  # fmt: skip
+
+
+def ticket(*members, authority=AUTHORITY):
+    return Ticket("life", "token", authority, untax.__version__, "head:1", OFFER, tuple(members))
+
+
+class Keeping:
+    """Whoever keeps the fleet, as a client sees it. Its calls are answered in the caller's loop."""
+
+    def __init__(self, ticket):
+        self.said = ticket
+        self.rolls = []
+        self.is_dead = False
+        self.was_taken_down = False
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name, *args)))
+
+    async def _answer(self, name, *args):
+        if self.is_dead:
+            raise ActorDiedError
+        if name == "ticket":
+            return self.said.to_json()
+        if name == "instance":
+            return self.said.instance
+        if name == "plan":
+            return Plan("life")
+        if name == "down":
+            self.was_taken_down = True
+            return None
+        assert name == "members"
+        while not self.rolls or self.rolls[-1].version == args[0]:
+            await asyncio.sleep(0.001)
+            if self.is_dead:
+                raise ActorDiedError
+        return self.rolls[-1].to_json()
+
+
+class Near:
+    """Ray, as far as `access` reaches it."""
+
+    def __init__(self):
+        self.users = 0
+        self.killed = []
+        self.keeper = None
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_waited_for = threading.Event()
+        self.is_passed = threading.Event()
+        self.trouble = []
+
+    def connect(self, address):
+        self._pass()
+        if self.trouble:
+            raise self.trouble.pop()
+        self.users += 1
+        self.is_passed.set()
+        return address
+
+    def disconnect(self):
+        self.users -= 1
+
+    def find_keeper(self, name):
+        return self.keeper
+
+    def start_keeper(self, plan, ray_address, *, is_lasting):
+        self._pass()
+        if self.keeper is not None:
+            return self.keeper, False
+        self.keeper = Keeping(ticket())
+        self.is_passed.set()
+        return self.keeper, True
+
+    async def kill(self, keeper):
+        self.killed.append(keeper)
+
+    def _pass(self):
+        self.is_waited_for.set()
+        assert self.gate.wait(30)
+
+
+@pytest.fixture
+def near(monkeypatch):
+    near = Near()
+    for name in ("connect", "disconnect", "find_keeper", "start_keeper", "kill"):
+        monkeypatch.setattr(access, name, getattr(near, name))
+    monkeypatch.setattr(access, "own_node", lambda: "here")
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    return near
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A served engine in a thread and a loop of its own, for clients whose loops come and go."""
+    done, there = threading.Event(), {}
+    ready = threading.Event()
+
+    async def serve():
+        async with serving(tmp_path) as service:
+            there["service"], there["path"] = service, tmp_path / "s.sock"
+            ready.set()
+            await asyncio.to_thread(done.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(30)
+    yield SimpleNamespace(**there)
+    done.set()
+    thread.join()
+
+
+# ---- handles ----
+
+
+def descriptors():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def rollout(handle):
+    async with handle.lease() as box:
+        return (await box.run(["true"])).exit_code
+
+
+def test_loops_that_use_a_handle_one_after_the_other_leave_nothing_open(near, elsewhere):
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+    handle = Fleet.from_ticket(said.to_json())
+    asyncio.run(rollout(handle))
+    before = descriptors()
+    gc.disable()  # what is open only until objects are collected counts as open
+    try:
+        for _ in range(3):
+            assert asyncio.run(rollout(handle)) == 0
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
+    assert not handles._handles and near.users == 0
+    assert not elsewhere.service.sessions and not list(elsewhere.service.owners)
+
+
+def test_a_loop_that_was_closed_without_a_word_is_forgotten_by_the_next(near, elsewhere):
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+    handle = Fleet.from_ticket(said.to_json())
+    loop = asyncio.new_event_loop()
+    assert loop.run_until_complete(rollout(handle)) == 0
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    assert near.users == 1
+    assert asyncio.run(rollout(handle)) == 0
+    assert not handles._handles and near.users == 0
+
+
+def test_handles_of_one_loop_are_one_and_begin_anew_when_that_was_closed(near, elsewhere):
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+
+    async def use():
+        first, second = [await Fleet.from_ticket(said.to_json())._ready() for _ in range(2)]
+        assert first is second
+        await first.aclose()
+        assert await rollout(Fleet.from_ticket(said.to_json())) == 0
+
+    asyncio.run(use())
+    assert near.users == 0
+
+
+def test_a_blocking_handle_whose_first_start_failed_is_good_for_the_next(near, elsewhere):
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+    near.trouble = [untax.SubstrateUnavailable("", "no Ray cluster answers")]
+    handle = blocking_handle(said.to_json())
+    with pytest.raises(untax.SubstrateUnavailable):
+        handle.acquire()
+    assert blocking_handle(said.to_json()) is handle
+    with handle.lease() as box:
+        assert box.run(["true"]).exit_code == 0
+    handle.aclose()
+    with pytest.raises(untax.UntaxError):  # what was closed stays so
+        handle.acquire()
+    assert blocking_handle(said.to_json()) is not handle
+    assert near.users == 0
+
+
+# ---- fleets that follow each other under one name ----
+
+
+async def test_a_handle_of_a_fleet_that_was_replaced_says_so_when_it_begins(near, tmp_path):
+    near.keeper = Keeping(ticket(authority="of another"))
+    for members in ((), (member(tmp_path / "nobody"),)):
+        with pytest.raises(untax.PoolClosed, match="there is another of this name now: get a new handle"):
+            await Fleet.from_ticket(ticket(*members).to_json()).start()
+    assert near.users == 0
+
+
+async def test_a_fleet_that_is_replaced_while_it_is_used_says_so(near, tmp_path):
+    async with serving(tmp_path) as service:
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = first = Keeping(said)
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            assert await rollout(fleet) == 0
+            near.keeper, first.is_dead = Keeping(ticket(authority="of another")), True
+            await until(lambda: fleet._following.done())
+            with pytest.raises(untax.PoolClosed, match="there is another of this name now"):
+                await fleet.acquire()
+        assert service.leases == 0
+
+
+async def test_a_keeper_that_is_started_again_is_followed(near, tmp_path):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = first = Keeping(said)
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            near.keeper, first.is_dead = Keeping(said), True
+            near.keeper.rolls = [Roll(7, (said.members[0].drained(),), ())]
+            await until(lambda: fleet.members[0].is_draining)
+
+
+async def test_a_fleet_is_brought_up_where_the_one_that_was_found_was_about_to_go(near, tmp_path, monkeypatch):
+    near.keeper = dying = Keeping(ticket())
+    dying.is_dead = True
+    made = Keeping(ticket(member(tmp_path / "s.sock")))
+    finds = []
+
+    def start_keeper(*_, **__):
+        finds.append(None)
+        return (dying, False) if len(finds) < 3 else (made, True)
+
+    monkeypatch.setattr(access, "start_keeper", start_keeper)
+    async with serving(tmp_path), Fleet(name="life") as fleet:
+        assert await rollout(fleet) == 0
+    assert made.was_taken_down and near.killed == [made]
+
+
+# ---- a start that is cancelled ----
+
+
+async def cancelled(near, work):
+    """While Ray is being asked, which nothing can interrupt."""
+    near.gate.clear()
+    near.is_waited_for.clear()
+    task = asyncio.ensure_future(work)
+    await asyncio.to_thread(near.is_waited_for.wait)
+    task.cancel()
+    await asyncio.sleep(0.01)
+    near.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.to_thread(near.is_passed.wait)  # it came to something, whoever waited for it
+    await asyncio.sleep(0.01)
+
+
+async def entered(manager):
+    async with manager:
+        pytest.fail("it was to be cancelled")
+
+
+@pytest.mark.parametrize("begin", [lambda: Fleet(name="life").start(), lambda: entered(operate.up("auto", Plan("life")))])
+async def test_a_start_that_is_cancelled_while_it_connects_to_ray_lets_go_of_it(near, begin):
+    await cancelled(near, begin())
+    assert near.users == 0 and near.keeper is None
+
+
+@pytest.mark.parametrize("begin", [lambda: Fleet(name="life").start(), lambda: entered(operate.up("auto", Plan("life")))])
+async def test_a_start_that_is_cancelled_while_the_keeper_is_made_takes_it_down(near, begin, monkeypatch):
+    monkeypatch.setattr(access, "connect", lambda address: setattr(near, "users", near.users + 1) or address)
+    await cancelled(near, begin())
+    assert near.users == 0
+    assert near.keeper.was_taken_down and near.killed == [near.keeper]
+
+
+# ---- who is there ----
+
+
+class Scripted(NodeEngine):
+    """Whose greeting takes a turn of its own for each node; `None` lets it be."""
+
+    greetings: ClassVar = {}
+    begun: ClassVar = []
+
+    def __init__(self, member, ticket, *, is_here, clock):  # every one of them has a socket
+        super().__init__(member, ticket, is_here=True, clock=clock)
+
+    async def start(self):
+        self.begun.append(self.member.node_id)
+        greeting = self.greetings.get(self.member.node_id)
+        if greeting is not None:
+            await greeting()
+        await super().start()
+
+
+def failing(exc):
+    async def greeting():
+        raise exc
+
+    return greeting
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    monkeypatch.setattr(Scripted, "greetings", {})
+    monkeypatch.setattr(Scripted, "begun", [])
+    monkeypatch.setattr(Fleet, "node_class", Scripted)
+    return Scripted
+
+
+@pytest.mark.parametrize(
+    "exc", [untax.ProtocolError("a greeting without its fields"), untax.UsageError("a stranger"), RuntimeError("whatever it is")]
+)
+async def test_a_node_that_does_not_greet_as_it_should_is_tried_again_and_the_others_are_heard_of(near, scripted, tmp_path, exc):
+    async with serving(tmp_path):
+        here, odd = member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "odd")
+        said = ticket(here)
+        near.keeper = Keeping(said)
+        scripted.greetings["odd"] = failing(exc)
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            near.keeper.rolls.append(Roll(1, (here, odd), ()))
+            await until(lambda: scripted.begun.count("odd") >= 3)
+            near.keeper.rolls.append(Roll(2, (here.drained(),), ()))
+            await until(lambda: fleet.members[0].is_draining)
+            assert not fleet._following.done()
+
+
+async def test_a_node_that_speaks_another_protocol_does_not_keep_a_fleet_from_starting(near, scripted, tmp_path):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "odd"))
+        near.keeper = Keeping(said)
+        scripted.greetings["odd"] = failing(untax.ProtocolError("another protocol"))
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            assert await rollout(fleet) == 0
+
+
+async def test_a_node_is_met_once_however_many_meet_it(near, scripted, tmp_path):
+    async with serving(tmp_path) as service:
+        here, slow = member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "slow")
+        said = ticket(here)
+        near.keeper = Keeping(said)
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            gate = asyncio.Event()
+            scripted.greetings["slow"] = gate.wait
+            near.keeper.rolls.append(Roll(1, (here, slow), ()))
+            await until(lambda: "slow" in scripted.begun)
+            other = asyncio.ensure_future(fleet._meet((here, slow)))
+            await asyncio.sleep(0.01)
+            gate.set()
+            await other
+            await until(lambda: slow.key in fleet._nodes)
+            assert scripted.begun.count("slow") == 1
+        assert not service.sessions
+
+
+async def test_a_node_that_leaves_while_it_is_met_is_not_kept(near, scripted, tmp_path):
+    async with serving(tmp_path) as service:
+        here, slow = member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "slow")
+        near.keeper = Keeping(ticket(here))
+        async with Fleet.from_ticket(ticket(here).to_json()) as fleet:
+            gate = asyncio.Event()
+            scripted.greetings["slow"] = gate.wait
+            meeting = asyncio.ensure_future(fleet._meet((here, slow)))
+            await until(lambda: "slow" in scripted.begun)
+            fleet._take(Roll(1, (here,), ()))
+            gate.set()
+            await meeting
+            assert slow.key not in fleet._nodes
+            await until(lambda: len(service.sessions) == 1)
+
+
+async def test_a_node_that_left_while_a_lease_was_asked_of_it_is_over_when_that_has_failed(near, tmp_path):
+    async with serving(tmp_path) as service:
+        here = member(tmp_path / "s.sock")
+        near.keeper = Keeping(ticket(here))
+        async with Fleet.from_ticket(ticket(here).to_json()) as fleet:
+            (node,) = fleet._nodes.values()
+            service.drain()
+            asking = asyncio.ensure_future(node.acquire())
+            await asyncio.sleep(0)
+            assert node.load == 1
+            fleet._take(Roll(1, (), ()))
+            with contextlib.suppress(untax.UntaxError):
+                await asking
+            await until(lambda: not fleet._left)
