@@ -75,7 +75,8 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
             async with _measure.engine_on(substrate, Path(place) / "embedded") as engine:
                 rows = await _actions(arguments.count, fleet, engine)
                 rows += await _leases(max(20, arguments.count // 3), fleet, engine)
-            rows += await asyncio.to_thread(_throughput, fleet, Path(place), arguments.rounds)
+            if arguments.rounds:
+                rows += await asyncio.to_thread(_throughput, fleet, Path(place), arguments.rounds)
     return rows
 
 
@@ -218,7 +219,7 @@ def _row(what: str, ours: list[float], embedded: list[float], more_ms: float, no
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients; 0 for none (default: %(default)s)")
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class Reply:
         """The channel that came along."""
         if self.fd is None:
             raise BackendError("", "a channel came without its descriptor: raise this process's limit of open files (ulimit -n)")
-        return SocketStream(socket.socket(fileno=self.fd)) if isinstance(self.fd, int) else self.fd
+        return SocketStream(socket.socket(fileno=self.fd), reads_soon=True) if isinstance(self.fd, int) else self.fd
 
     def discard(self) -> None:
         close(self.fd)
@@ -362,6 +362,8 @@ class Connection:
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
             self._on_event(event, body)
+        elif "op" in body:
+            pass  # a knock: we are awake now
         elif self._greeting is not None:
             self._greeted(self._greeting[1], body)
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:

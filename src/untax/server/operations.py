@@ -15,7 +15,7 @@ from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
 from untax.pooling import STORE
-from untax.remote.messages import Body, packed
+from untax.remote.messages import KNOCK, Body, packed
 from untax.server.answers import Outcome
 from untax.server.handed import Handed, HangUps, hand_over
 from untax.server.owners import Owner
@@ -52,6 +52,12 @@ class Operations:
 
     # ---- leases ----
 
+    def knocked(self, owner: Owner) -> None:
+        """It is about to ask for a lease, as a rule of what it leased before: what takes long for who was asleep is gone through while that is on its way."""
+        if owner.last is not None:
+            self._engine.foresee(owner.last[0])
+            packed(owner.last[1])
+
     async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
         asked = owner.leasing(args.request)
         try:
@@ -81,7 +87,7 @@ class Operations:
             raise
         try:
             if args.truth_or_false("knock"):
-                tell({})  # the holder wakes up while the answer is put together
+                tell(KNOCK)  # the holder wakes up while the answer is put together
             handed = await hand_over(box, self._hang_ups)
             if owner.is_over or lease_id in owner.leases:
                 raise UsageError("the owner is gone, or has a lease of this id already")
@@ -91,11 +97,13 @@ class Operations:
             raise
         owner.leases[lease_id] = box
         self._on_change()
+        opening = account.opening(box.ledger)
+        owner.last = request.spec, opening
         body: Body = {
             "sandbox": box.id,
             "began_ns": box.ledger.start_ns,
             "held_ns": box.ledger.held_ns,
-            "account": packed(account.opening(box.ledger)),  # the client has the rest before it looks into that
+            "account": packed(opening),  # the client has the rest before it looks into that
             "image": box.image,
             "channel": handed.resumed.to_data(),
         }

@@ -12,9 +12,9 @@ import functools
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from untax.core.errors import UsageError
 
@@ -128,6 +128,8 @@ class Owner:
         """How many of them are not there yet."""
         self._leasing: dict[int, None] = {}  # numbers of requests for leases that no pool knows of yet, in their order
         self._last_lease = 0
+        self.last: tuple[EnvSpec, Mapping[str, Any]] | None = None
+        """What it leased last, and what was told of that."""
         self.carriers: dict[int, object] = {}
         """What carries the channels of its boxes, where descriptors cannot be handed over; the transport's own."""
         self.next_carrier = 1

@@ -285,7 +285,7 @@ class Session:
         op, args = body["op"], body.get("args")
         match op:
             case "knock":
-                pass
+                service.operations.knocked(owner)
             case "renew":
                 self.say({"id": request_id, "ok": {}})
             case "cancel":

@@ -247,10 +247,15 @@ async def test_a_lease_that_waits_and_is_refused_elsewhere_keeps_its_turn(tmp_pa
                 raise
 
         fleet.engines[other].fulfil = counted
-        fleet.placing.views.told(other, {"free_sandboxes": 1})
-        fleet.placing._wake(other)
-        await until(lambda: asked)
-        assert waits(fleet) == where and asked == ["full"]
+
+        def told_otherwise():
+            fleet.placing.views.told(other, {"free_sandboxes": 2})
+            fleet.placing._wake(other)
+            return asked
+
+        await until(told_otherwise)
+        fleet.placing.views.told(other, {"free_sandboxes": 0})
+        assert waits(fleet) == where and set(asked) == {"full"}
         await held.pop(where).release()
         box = await waiting
 

@@ -143,7 +143,7 @@ async def test_x23_a_lease_ends_by_its_time_with_a_typed_error(fake, tmp_path):
     assert box.ledger.verdict == "infra"
 
 
-@pytest.mark.parametrize(("asleep_s", "said", "heard"), [(0.0, ["knock", "lease"], ["part", "ok"]), (1e9, ["lease"], ["ok"])])
+@pytest.mark.parametrize(("asleep_s", "said", "heard"), [(0.0, ["knock", "lease"], ["op", "ok"]), (1e9, ["lease"], ["ok"])])
 async def test_who_said_nothing_for_a_while_is_woken_ahead_of_a_lease_and_wakes_its_client(
     fake, tmp_path, monkeypatch, asleep_s, said, heard
 ):
