@@ -219,7 +219,9 @@ def _row(what: str, ours: list[float], embedded: list[float], more_ms: float, no
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients; 0 for none (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients; 0 for none (default: %(default)s)"
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ class RemoteBox(Box):
     # ---- its account ----
 
     @property
-    def _ledger(self) -> Ledger:  # type: ignore[override]
+    def _ledger(self) -> Ledger:
         return self._opened if self._opened is not None else self._open_account()
 
     @_ledger.setter

@@ -199,16 +199,15 @@ def _unpacked(value: Any, attached: list[bytes], depth: int = 0) -> Any:
     return made(**fields)
 
 
-_scan = json.JSONDecoder().scan_once
+_decoder = json.JSONDecoder()
 
 
 def _read(text: bytes) -> Any:
-    """JSON. As a rule it is all there is, with nothing before and nothing after it; otherwise it is read by the book."""
+    """JSON. As a rule it begins at once and nothing comes after it; otherwise it is read by the book."""
     string = text.decode()
-    try:
-        value, end = _scan(string, 0)
-    except StopIteration:
-        end = -1
+    if not string.startswith("{"):
+        return json.loads(string)
+    value, end = _decoder.raw_decode(string)
     return value if end == len(string) else json.loads(string)
 
 
