@@ -62,6 +62,15 @@ class _Followed:
     watching: asyncio.Task[None]
 
 
+class _LineEnded(Exception):
+    """The node where a lease waited has failed, and another may do better."""
+
+    def __init__(self, node: str, why: UntaxError) -> None:
+        super().__init__(str(why))
+        self.node = node
+        self.why = why
+
+
 class Placing:
     """Leases over several nodes. Belongs to one event loop; the engines stay their makers' to close."""
 
@@ -136,8 +145,22 @@ class Placing:
         failed with when none did better.
         """
         began_s = time.monotonic()
-        spec = request.spec
         tried: dict[str, UntaxError] = {}
+        while True:
+            box = await self._placed(request, began_s, tried)
+            if box is not None:
+                return box
+            try:
+                return await self._wait(request, began_s, tried)
+            except _LineEnded as ended:
+                log.debug("node %s, where a lease waited, failed: %s", ended.node, ended.why)
+                for node in [node for node, exc in tried.items() if isinstance(exc, LeaseRefused)]:
+                    del tried[node]  # they are asked again: that may be long ago
+                tried[ended.node] = ended.why
+
+    async def _placed(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox | None:
+        """On the best node that does not refuse; None when all who might have room said that they have none."""
+        spec = request.spec
         full = 0
         while full < _MOST_FULL:
             best = self.views.foreseen(spec) if not tried else None
@@ -154,12 +177,13 @@ class Placing:
                     raise
                 log.debug("node %s gave no lease: %s", best.node, exc)
                 tried[best.node] = exc
-        return await self._wait(request, began_s, tried)
+        return None
 
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
         """Nobody has room, and all who might have said so: the lease waits where the line is shortest, until another has room."""
         waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
-        best = next((one for one in await self.ranked(request.spec) if one.is_full or one.node in waitable), None)
+        ranked = await self.ranked(request.spec)
+        best = next((one for one in ranked if (one.is_full and one.node not in tried) or one.node in waitable), None)
         if best is not None:
             return await self._wait_at(best, request, began_s, tried)
         failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
@@ -188,7 +212,12 @@ class Placing:
             if moving is not None and not _has_come(waiting) and taken is waiting:
                 await asyncio.wait((moving,))  # where it waited it failed
                 taken = moving if _has_come(moving) else waiting
-            return taken.result()
+            try:
+                return taken.result()
+            except UntaxError as exc:
+                if is_better_elsewhere(exc):
+                    raise _LineEnded(best.node, exc) from exc
+                raise
         finally:
             for task in (waiting, moving):
                 if task is not None and (task is not taken or not _has_come(task)):

@@ -101,6 +101,12 @@ def close(fd: int | ByteStream | None) -> None:
         fd.close()
 
 
+class _Awake:
+    """When this process, by whichever connection, last said something or heard something."""
+
+    at_s = -math.inf
+
+
 class _Pending:
     def __init__(
         self,
@@ -152,7 +158,6 @@ class Connection:
         self._beat: asyncio.TimerHandle | None = None
         self._beat_ns: int | None = None  # when the last one was sent that has no answer yet
         self._way_s: float | None = None
-        self._awake_s = -math.inf  # when something was said last, here or there
         self._unheard = 0
         self._is_closed = False
 
@@ -212,10 +217,12 @@ class Connection:
         return reply
 
     def knock(self) -> bool:
-        """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Whether it may have been."""
-        if self._stream is None or self._loop.time() - self._awake_s < _ASLEEP_S:
+        """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Whether it may have been:
+        where this process had nothing to say to any server, both are, and a knock takes nothing from anybody.
+        """
+        if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S:
             return False
-        self._awake_s = self._loop.time()
+        _Awake.at_s = self._loop.time()
         self._stream.send(KNOCK)
         return True
 
@@ -226,7 +233,7 @@ class Connection:
 
     def _send(self, request_id: int, pending: _Pending) -> None:
         assert self._stream is not None
-        self._awake_s = self._loop.time()
+        _Awake.at_s = self._loop.time()
         self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
 
     def _seen(self) -> int:
@@ -358,7 +365,7 @@ class Connection:
 
     def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
         self._unheard = 0
-        self._awake_s = self._loop.time()
+        _Awake.at_s = self._loop.time()
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
             self._on_event(event, body)

@@ -313,3 +313,18 @@ async def test_those_who_came_first_are_told_of_room_and_no_more_of_them_than_th
         assert [one.done() for one in told] == [True, True, False, False]
         await asyncio.gather(*(box.release() for box in held), *waiting)
         assert not leases(fleet)
+
+
+async def test_a_lease_whose_node_fails_while_it_waits_there_is_placed_anew(tmp_path):
+    async with one_waits(tmp_path, wait_s=20.0) as (fleet, where, other, held, waiting):
+        lost = held.pop(where)
+        (tmp_path / f"{where}.sock").unlink()
+        await fleet.services[where].aclose()
+        await until(lambda: waits(fleet) == other)  # in that one's line from now on
+        await held.pop(other).release()
+        box = await waiting
+
+        assert box.ledger.placed.node == other
+        assert where in dict(box.ledger.placed.tried)
+        await box.release()
+        await lost.release()

@@ -74,7 +74,7 @@ def test_equals_go_to_the_callers_own_node_and_say_so():
 
 
 def test_what_nobody_could_measure_is_equal_and_what_anybody_would_notice_is_not():
-    views = [view("here", idle=[DEPS], costs=measured(bind=0.0007)), view("there", idle=[DEPS])]
+    views = [view("here", idle=[DEPS], costs=measured(bind=0.007)), view("there", idle=[DEPS])]
     assert rank(DEPS_A, views, here="here")[0].node == "here"
     views[0].costs = measured(bind=0.02)
     assert rank(DEPS_A, views, here="here")[0].node == "there"
@@ -87,6 +87,14 @@ def test_the_callers_own_node_takes_no_more_than_its_share():
     assert rank(DEPS_A, views, here="here")[0].node == "there"
     views[0].leased = 3
     assert rank(DEPS_A, views, here="here")[0].node == "here"
+
+
+def test_one_lease_more_or_less_does_not_send_the_next_one_away_from_its_caller():
+    views = [view("here", idle=[DEPS], leased=4, cpus=2), view("there", idle=[DEPS], leased=3, cpus=2)]
+
+    assert rank(DEPS_A, views, here="here")[0].node == "here"
+    views[1].leased = 2
+    assert rank(DEPS_A, views, here="here")[0].node == "there"
 
 
 def test_what_is_to_be_built_is_built_where_there_is_room_for_it():
@@ -305,8 +313,11 @@ def test_who_has_room_comes_before_who_has_none_and_the_sooner_before_the_later(
 
     assert [one.is_full for one in ranked] == sorted(one.is_full for one in ranked)
     with_room = [one.expected_s for one in ranked if not one.is_full]
-    if with_room:
+    if with_room and ranked[0].node == how["here"]:  # which may be a little later, for what its actions save
+        assert with_room[0] <= min(with_room) * 1.1 + 0.0105 + 1e-9
+    elif with_room:
         assert with_room[0] <= min(with_room) * 1.1 + 0.0005 + 1e-9
+    if with_room and how["here"] not in order(ranked):
         noticeably_later = [seconds for seconds in with_room if seconds > min(with_room) * 1.1 + 0.0005]
         assert noticeably_later == with_room[len(with_room) - len(noticeably_later) :]
         assert noticeably_later == sorted(noticeably_later)

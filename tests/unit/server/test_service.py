@@ -155,7 +155,7 @@ async def test_who_said_nothing_for_a_while_is_woken_ahead_of_a_lease_and_wakes_
         received(session, body, fd)
 
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
-        monkeypatch.setattr(client, "_ASLEEP_S", asleep_s)
+        monkeypatch.setattr(client, "_ASLEEP_S", asleep_s)  # no time at all, or more than there was
         monkeypatch.setattr(module.Session, "message_received", seen)
         connection = engine._connection
         hear = connection.message_received
