@@ -4,11 +4,12 @@ Each node is an agent with a store of its own that holds half of the specs' depe
 fleet that begins with nothing: once every lease goes to a node that is drawn (what a load balancer does), once to the one that placement
 finds nearest. Popularity is by Zipf's law with exponent 1, arrivals are at random, and a set-up waits 0.4 s for somebody else and writes 8 MiB.
 
-The simulator plays the same arrivals through the same two policies, with what the steps cost in the *random* run: a stage as it was built there, a
-creation as the leases took that lacked nothing. So what it predicts for state-distance is not taken from the run that it is compared with.
+The simulator plays the same arrivals through the same two policies, with what the steps cost in the *random* run: a stage as it was built there, or as
+it came from another node, a creation as the leases took that lacked nothing. So what it predicts for state-distance is not taken from the run that it is
+compared with.
 Time to ready is from asking until the box is there; the first lease of each spec counts too, unless with `--warm` every spec is leased once before.
 `--image tar` has an image that is the same on every machine: then a stage that another node has is fetched from it and not built again, whatever
-the policy, and the simulator, which knows no fetching, is told what the stages cost on the average.
+the policy.
 """
 
 import argparse
@@ -54,6 +55,8 @@ class Played:
     """Of leases for which nothing was built, and that waited for nobody."""
     built_s: dict[str, list[float]] = field(default_factory=dict)
     """By stage key."""
+    fetched_s: dict[str, list[float]] = field(default_factory=dict)
+    """The same of those that came from another node, without the wait for who built them."""
     released_s: list[float] = field(default_factory=list)
     wanted: dict[int, tuple[Stage, ...]] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
@@ -64,8 +67,14 @@ class Played:
         self.nodes[node] = self.nodes.get(node, 0) + 1
         if not ledger.stages and ledger.metrics()["queue_s"] < seconds / 2:  # otherwise it waited for what another had built
             self.created_s.append(seconds)
+        self.learn(ledger)
+
+    def learn(self, ledger: Ledger) -> None:
+        """What its stages took."""
         for stage in ledger.wanted:
-            if stage.name in ledger.stages:
+            if stage.name in ledger.fetched:
+                self.fetched_s.setdefault(stage.key, []).append(ledger.fetched[stage.name])
+            elif stage.name in ledger.stages:
                 self.built_s.setdefault(stage.key, []).append(ledger.stages[stage.name])
 
     @property
@@ -73,10 +82,11 @@ class Played:
         return mean(self.ready_s)
 
     def said(self) -> str:
-        builds = sum(map(len, self.built_s.values()))
+        builds, fetches = (sum(map(len, took.values())) for took in (self.built_s, self.fetched_s))
         spread = "/".join(str(count) for count in sorted(self.nodes.values(), reverse=True))
         return (
-            f"mean {self.mean_s * 1e3:.0f} ms, {builds} stages built, {len(self.created_s)} leases lacked nothing; leases by node {spread}"
+            f"mean {self.mean_s * 1e3:.0f} ms, waits for {builds} builds and {fetches} fetches, {len(self.created_s)} leases lacked nothing; "
+            f"leases by node {spread}"
         )
 
 
@@ -103,7 +113,9 @@ def _arrivals(count: int, seed: int) -> list[tuple[float, int]]:
 async def _play(arrivals: Sequence[tuple[float, int]], specs: Sequence[untax.EnvSpec], take: Take, *, is_warm: bool) -> Played:
     played = Played()
     for spec in specs if is_warm else ():
-        await (await take(spec)).release()
+        box = await take(spec)
+        played.learn(box.ledger)
+        await box.release()
 
     async def rollout(number: int) -> None:
         asked = time.perf_counter()
@@ -157,16 +169,20 @@ async def _on_a_fleet(
 
 
 def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str, arguments: argparse.Namespace) -> Outcome:
-    """What is in place on every node, base and image, is no rung of it."""
+    """What is in place on every node is no rung of it: the base, and an image of one machine."""
     numbers = sorted({number for _, number in arrivals})
     before = len(numbers) if arguments.warm else 0
     arrivals = [*((float(at), number) for at, number in enumerate(numbers[:before])), *((before + at, number) for at, number in arrivals)]
-    specs = tuple(costs.wanted[number][2:] for number in numbers)
-    usual = {name: mean(_seconds_of(costs, name)) for name in ("repo", "deps")}
-    build_s = {stage.key: mean(costs.built_s.get(stage.key) or [usual[stage.name]]) for spec in specs for stage in spec}
+    in_place = 1 if arguments.image == "tar" else 2
+    specs = tuple(costs.wanted[number][in_place:] for number in numbers)
+    built, fetched = _by_rung(costs, costs.built_s), _by_rung(costs, costs.fetched_s)
+    stages = {stage.key: stage for spec in specs for stage in spec}
+    build_s = {key: mean(costs.built_s.get(key) or [built[stage.name]]) for key, stage in stages.items()}
+    fetch_s = {key: mean(costs.fetched_s.get(key) or [fetched[stage.name]]) for key, stage in stages.items() if stage.name in fetched}
+    sizes = {"image": arguments.image_mib, "repo": 1, "deps": SETUP_MIB}
     description = Description(
         Nodes(nodes=NODES, memory_mib=1 << 20, sandbox_mib=1024, store_mib=STORE_MIB, starts=STARTS),
-        Steps(Step(0.0, 0), Step(usual["repo"], 1), Step(usual["deps"], SETUP_MIB), spread=0.0),
+        Steps(**{name: Step(built.get(name, 0.0), size, fetched.get(name)) for name, size in sizes.items()}, spread=0.0),
         Operations(create_s=mean(costs.created_s), bind_s=0.0005, reset_s=mean(costs.released_s)),
         warmup=before / len(arrivals),
     )
@@ -176,13 +192,17 @@ def _predicted(arrivals: Sequence[tuple[float, int]], costs: Played, policy: str
         array("d", (at for at, _ in arrivals)),
         array("l", (numbers.index(number) for _, number in arrivals)),
         array("d", (HOLD_S for _ in arrivals)),
+        fetch_s,
     )
     return simulate(description, trace, policy, arguments.seed)
 
 
-def _seconds_of(costs: Played, name: str) -> list[float]:
-    keys = {stage.key for stages in costs.wanted.values() for stage in stages if stage.name == name}
-    return [seconds for key in keys for seconds in costs.built_s.get(key, ())]
+def _by_rung(costs: Played, took: dict[str, list[float]]) -> dict[str, float]:
+    """The mean of all stages of a name; without those of which there was none."""
+    found: dict[str, list[float]] = {}
+    for stage in {stage.key: stage for stages in costs.wanted.values() for stage in stages}.values():
+        found.setdefault(stage.name, []).extend(took.get(stage.key, ()))
+    return {name: mean(seconds) for name, seconds in found.items() if seconds}
 
 
 async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
@@ -193,6 +213,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
         place = Path(directory)
         repos = _repositories.made(place, REPOS, FILES)
         image = _archive(images.small_directory(), place) if arguments.image == "tar" else images.small_image(substrate)
+        arguments.image_mib = -(-(place / "image.tar").stat().st_size >> 20) if arguments.image == "tar" else 0
         specs = [untax.EnvSpec(image, repo=repos[number % REPOS], setup=(STEP.format(n=number),), user="root") for number in range(SPECS)]
         arrivals = _arrivals(arguments.count, arguments.seed)
         anywhere = await _on_a_fleet(cluster.address, place, "random", arrivals, specs, arguments)
@@ -217,7 +238,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
                 "×",
                 budget=f"{1 - WITHIN:g} to {1 + WITHIN:g} ×" if is_asked else "",
                 holds=abs(off - 1) <= WITHIN if is_asked else None,
-                note=f"simulated mean {predicted[name].mean_s * 1e3:.0f} ms, {predicted[name].builds} builds",
+                note=f"simulated mean {predicted[name].mean_s * 1e3:.0f} ms, {predicted[name].builds} builds, {predicted[name].fetches} fetches",
             )
         )
     return rows
@@ -228,7 +249,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
         "--image",
         choices=("dir", "tar"),
         default="dir",
-        help="tar: layers travel between nodes, which the simulator does not know (default: %(default)s)",
+        help="tar: layers travel between nodes (default: %(default)s)",
     )
     parser.add_argument("--warm", action="store_true", help="every spec is leased once before, which is not counted")
     parser.add_argument("--seed", type=int, default=5, help="of the arrivals (default: %(default)s)")

@@ -11,8 +11,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +29,7 @@ _QUIET = {
 _NOTICE = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 # When this process is killed its cluster goes too: end of input without the word. Some of a raylet's children do not notice its end.
 _REAP = 'all=; while read -r pid; do [ "$pid" = end ] && exit; all="$all $pid"; done; for pid in $all; do all="$all $(cat /proc/$pid/task/*/children)"; done; kill -9 $all; rm -rf "$0"'
+_ROOT = Path(__file__).parents[1]
 _GONE_S = 20.0  # for processes of a node that was ended
 
 
@@ -41,10 +44,12 @@ def unavailable_reason() -> str | None:
 class RayCluster:
     """Up between `start` and `close`; a driver connects with `ray.init(address=cluster.address)`, several of them one after the other."""
 
-    def __init__(self, nodes: int = 2, *, cpus: int = 16) -> None:
+    def __init__(self, nodes: int = 2, *, cpus: int = 16, first: int = 2, head: Mapping[str, Any] | None = None) -> None:
+        """`first` is the last byte of the head's address; `head` has more of Ray's parameters for it."""
         self._count = nodes
         self._cpus = cpus
-        self._next = 2  # of the last byte of an address
+        self._head = dict(head or {})
+        self._next = first
         self.nodes: list[Any] = []
         """The head first; those that were killed are not in it."""
 
@@ -61,7 +66,7 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         # Where Ray writes down a cluster's address whatever directory it is given; only its own command makes it.
-        Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray").mkdir(exist_ok=True)
+        Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray").mkdir(exist_ok=True)
         # Short: the paths of sockets below it have an end at 107 bytes.
         self.place = Path(tempfile.mkdtemp(prefix="uray-", dir="/tmp"))
         try:
@@ -77,22 +82,41 @@ class RayCluster:
         self.address: str = self._cluster.address
 
     def _add(self) -> Any:
-        more: dict[str, Any] = {} if self.nodes else {"include_dashboard": False, "include_log_monitor": False, "_system_config": _NOTICE}
+        more: dict[str, Any] = {}
+        if not self.nodes:
+            more = {"include_dashboard": False, "include_log_monitor": False, "_system_config": _NOTICE, **self._head}
         node = self._cluster.add_node(
             wait=False, num_cpus=self._cpus, temp_dir=str(self.place), node_ip_address=f"127.0.0.{self._next}", **more
         )
         self._next += 1
         self.nodes.append(node)
+        self._tell_reaper(node)
+        return node
+
+    def _tell_reaper(self, node: Any) -> None:
         assert self._reaper.stdin is not None
         self._reaper.stdin.write("".join(f"{pid}\n" for pid in self._roots(str(node.node_id))).encode())
         self._reaper.stdin.flush()
-        return node
 
     def add(self) -> str:
         """One more; its id, once the cluster knows it."""
         node = self._add()
         self._cluster.wait_for_nodes()
         return str(node.node_id)
+
+    @contextlib.contextmanager
+    def confined(self, setup: str) -> Iterator[str]:
+        """One more, in a user namespace of its own where this was done first: its id, for as long as it lasts."""
+        argv = [sys.executable, "-m", "tests.raycluster", self.address, str(self.place), f"127.0.0.{self._next}"]
+        self._next += 1
+        wrapped = ["unshare", "--user", "--map-root-user", "sh", "-c", f'{setup} && exec "$@"', "sh", *argv]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
+        with subprocess.Popen(wrapped, cwd=_ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            try:
+                yield next(line.removeprefix("node ").strip() for line in process.stdout if line.startswith("node "))
+            finally:
+                process.communicate("", timeout=60)
 
     def ids(self) -> list[str]:
         return [str(node.node_id) for node in self.nodes]
@@ -119,12 +143,22 @@ class RayCluster:
         self._cluster.remove_node(node, allow_graceful=False)
         _wait_gone(pids)
 
+    def kill_head(self) -> None:
+        """The head's own service (GCS), as when it crashes; the nodes stay. Only of use where what it knows is kept elsewhere."""
+        self.nodes[0].kill_gcs_server()
+
+    def start_head(self) -> None:
+        """It again, at the same address."""
+        self.nodes[0].start_gcs_server()
+        self._tell_reaper(self.nodes[0])
+
     def close(self) -> None:
         """Also ends what the driver of this process still has. Everything that was started is gone afterwards."""
         import ray
 
         ray.shutdown()
         pids = [pid for node in self.nodes for pid in self.processes(str(node.node_id))]
+        self._end_scaled()
         self._cluster.shutdown()  # type: ignore[no-untyped-call]
         self.nodes.clear()
         _wait_gone(pids)
@@ -132,6 +166,13 @@ class RayCluster:
         shutil.rmtree(self.place, ignore_errors=True)
         for name, value in self._before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+    def _end_scaled(self) -> None:
+        """Nodes that Ray's autoscaler has started are its children, and it would start others."""
+        for process in self.nodes[0].all_processes.get("monitor", ()) if self.nodes else ():
+            for pid in (process.process.pid, *_below(process.process.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _below(pid: int) -> list[int]:
@@ -158,3 +199,38 @@ def _is_there(pid: int) -> bool:
         return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
         return False
+
+
+def run_node(address: str, place: str, ip: str) -> None:
+    """A node of a cluster that another process has, until the end of input."""
+    from ray._private.node import Node
+    from ray._private.parameter import RayParams
+
+    params = RayParams(
+        gcs_address=address,
+        redis_address=address,
+        node_ip_address=ip,
+        temp_dir=place,
+        num_cpus=1,
+        object_store_memory=150 << 20,
+        min_worker_port=0,
+        max_worker_port=0,
+        node_manager_port=0,
+        dashboard_agent_listen_port=0,
+        include_log_monitor=False,  # type: ignore[arg-type]  # as Ray itself gives it
+    )
+    node = Node(params, head=False, shutdown_at_exit=False, spawn_reaper=False)
+    try:
+        print("node", node.node_id, flush=True)
+        sys.stdin.read()
+    finally:
+        roots = [one.process.pid for started in node.all_processes.values() for one in started]
+        pids = [pid for root in roots for pid in (*_below(root), root)]
+        node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run_node(*sys.argv[1:])

@@ -5,8 +5,11 @@ import os
 import ssl
 import subprocess
 
+from hypothesis import strategies as st
+
 from untax._remove import remove_tree
 from untax.cluster.transfer import Transfer
+from untax.cluster.transfer.claims import owners
 from untax.cluster.transfer.serve import Server
 from untax.cluster.transfer.wire import Dialer, Peer
 from untax.layers.build import Stages
@@ -15,6 +18,13 @@ from untax.layers.store import LayerStore
 MARKS = "trusted" if os.geteuid() == 0 else "user"
 TOKEN = "the fleet's token"
 HOST = "127.0.0.1"
+SOON_S = 30.0  # for what takes an instant, on a machine that has other things to do
+ODD_DATA = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.sampled_from(["0", "1", "2"]), inner, max_size=3),
+    max_leaves=8,
+)
+"""Whatever JSON can say."""
 
 
 def contexts(directory):
@@ -39,6 +49,21 @@ def stores(directory, *names):
         for store in opened:
             store.close()
             remove_tree(store.root)
+
+
+def publish(store, files):
+    """A layer of these files, by their paths."""
+    with store.draft() as draft:
+        for name, data in files.items():
+            path = draft.tree / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        return draft.publish()
+
+
+def key_owned_by(node, *others):
+    """Of a stage that this node says who builds."""
+    return next(key for key in (f"key-{number}" for number in range(1000)) if owners(key, (node, *others))[0] == node)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,7 @@ from untax.core.errors import CreateError, ProtocolError, ReadinessTimeout, Sand
 from untax.core.ledger import Hit, Ledger
 from untax.core.span import Stopwatch
 from untax.core.spec import EnvSpec
-from untax.core.stage import Stage, snapshot_rung
+from untax.core.stage import Fetched, Stage, snapshot_rung
 from untax.ground import Ground
 from untax.grounds import Recipe, recipe_of
 from untax.leases import Request
@@ -158,7 +158,7 @@ class Pooling:
             for span in standby.spans:
                 ledger.add(*span)
             watch.last_ns = standby.spans[-1][2]
-            ledger.stages.update(standby.built)
+            ledger.put_in_place(standby.built)
         else:
             ledger.add("queue", *watch.part())
         ledger.hit = Hit(
@@ -178,7 +178,7 @@ class Pooling:
         hit.missing = tuple(standby.built)
         below = [stage.name for stage in standby.stages if stage.name not in standby.built]
         hit.start = below[-1] if below else None
-        hit.steps.update(standby.built)
+        hit.steps.update((name, float(seconds)) for name, seconds in standby.built.items())
         for name, start_ns, end_ns in standby.spans:
             if name != "setup":
                 hit.steps[name] = (end_ns - start_ns) / 1e9
@@ -206,8 +206,8 @@ class Pooling:
             steps.update((name, (end_ns - start_ns) / 1e9) for name, start_ns, end_ns in fresh.spans)
         standby.stages = (*standby.stages, *order.missing)
         self._learn(standby.built, order.missing)
-        ledger.stages.update(standby.built)
-        steps.update(standby.built)
+        ledger.put_in_place(standby.built)
+        steps.update((name, float(seconds)) for name, seconds in standby.built.items())
         ledger.add("setup", *watch.part())
 
     # ---- the end of a lease ----
@@ -345,8 +345,11 @@ class Pooling:
 
     def _learn(self, built: Mapping[str, float], stages: tuple[Stage, ...]) -> None:
         for stage in stages:
-            if stage.name in built:
-                self.driver.costs.observe_stage(stage, built[stage.name])
+            took = built.get(stage.name)
+            if isinstance(took, Fetched):
+                self.driver.costs.observe_fetch(stage, took.fetch_s)
+            elif took is not None:
+                self.driver.costs.observe_stage(stage, took)
 
     async def _look_for_evicted(self) -> None:
         """A layer that was added may have cost others their place."""
@@ -383,6 +386,12 @@ class Pooling:
     async def know_store(self) -> None:
         """Stages that lie in the store from before are known without anybody having asked for them."""
         self.driver.stored(await self._engine.warehouse.stage_keys())
+
+    def came(self, keys: Collection[str]) -> None:
+        """The layers of these stages came into the store by themselves: leases, and whoever places them, count on them from now on."""
+        plain = frozenset(keys)
+        known = {stage.key for stages in self._ladders.values() for stage in stages if stage.key.partition("~")[0] in plain}
+        self.driver.stored(plain | known)
 
     def trouble(self, request: Request) -> str | None:
         """Why a lease would have to wait for the end of another, in words; None when it would not."""

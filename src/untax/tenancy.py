@@ -346,7 +346,7 @@ class Tenancy(Box):
             ground, built = await warehouse.find(self._request)
         self._ground = ground
         if built is not None:
-            self._ledger.stages = dict(built)
+            self._ledger.put_in_place(built)
             if watch is not None:
                 self._ledger.add("setup", *watch.part())
 

@@ -5,10 +5,12 @@ import dataclasses
 import json
 import os
 import pickle
+import subprocess
 from pathlib import Path
 
 import pytest
 from tests import raycluster
+from tests.images import small_directory
 
 import untax
 
@@ -100,15 +102,16 @@ class _Blocking:
         return self._reduced
 
 
+def small_archive(directory):
+    """An image that is the same on every machine, so that what stands on it travels."""
+    image = directory / "small.tar"
+    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
+    return image
+
+
 async def test_what_one_node_built_another_fetches_and_snapshots_are_copied(fleet, cluster, tmp_path):
     """A stage is built once in the fleet: the second node's ledger tells of the same layers, and its log of no build."""
-    import subprocess
-
-    from tests.images import small_directory
-
-    image = tmp_path / "small.tar"
-    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
-    spec = untax.EnvSpec(image=f"tar:{image}", setup=("cat /proc/sys/kernel/random/uuid > /made",))
+    spec = untax.EnvSpec(image=f"tar:{small_archive(tmp_path)}", setup=("cat /proc/sys/kernel/random/uuid > /made",))
     first, second = fleet._nodes.values()
     made = []
     for node in (first, second):
@@ -132,6 +135,30 @@ async def test_what_one_node_built_another_fetches_and_snapshots_are_copied(flee
     with pytest.raises(untax.StageUnavailable, match="does not travel"):
         await fleet.copy(of_host, second.member.node_id)
     await of_host.drop()
+
+
+async def test_what_is_hot_on_one_node_comes_to_the_other_by_itself_and_placement_sees_it(fleet, tmp_path, monkeypatch):
+    """Nobody asks the second node for it: its view says that the stages lie there, and a lease there lacks nothing."""
+    spec = untax.EnvSpec(image=f"tar:{small_archive(tmp_path)}", setup=("cat /proc/sys/kernel/random/uuid > /made # hot",))
+    first, second = fleet._nodes.values()
+    for _ in range(4):
+        async with first.lease(spec) as box:
+            made = await box.read("/made")
+    wanted = {stage.key.partition("~")[0] for stage in box.ledger.wanted if stage.name != "base"}
+    views, told = fleet._placing.views, asyncio.Event()
+    hear = views.told
+
+    def heard(node, part):
+        hear(node, part)
+        if wanted <= views.view(second.label).stored:
+            told.set()
+
+    monkeypatch.setattr(views, "told", heard)
+    if not wanted <= views.view(second.label).stored:
+        async with asyncio.timeout(60):
+            await told.wait()
+    async with second.lease(spec) as box:
+        assert (await box.read("/made"), box.ledger.stages) == (made, {})
 
 
 def test_what_a_program_leaves_behind_when_its_fleet_closes(cluster, tmp_path):

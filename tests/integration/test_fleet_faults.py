@@ -220,87 +220,13 @@ async def test_a_fleet_whose_maker_is_killed_takes_itself_down_and_leaves_nothin
     await until(lambda: not mounts_below(tmp_path) and not list(tmp_path.glob("*/namespace/engine-*")))
 
 
-async def test_a_connection_that_breaks_is_taken_up_again_within_the_lease(fleet):
-    node = elsewhere(fleet)
-    box = await box_on(fleet, node.member.node_id)
-    running = asyncio.ensure_future(box.shell("sleep 0.5; echo whole"))
-    await asyncio.sleep(0.1)
-    node._connection._stream._transport.abort()
-    assert (await running).stdout == b"whole\n"
-    await box.release()
-    assert box.ledger.verdict == "trusted"
-
-
-async def test_a_client_cut_off_for_longer_than_its_lease_gets_an_infrastructure_outcome(fleet):
-    node = elsewhere(fleet)
-    async with _Relay(node.member) as relay:
-        ticket = json.loads(fleet.ticket())
-        ticket["members"] = [{**node.member.to_data(), "url": relay.url}]
-        cut = untax.Fleet.from_ticket(json.dumps(ticket))
-        await cut.start()
-        try:
-            cut._following.cancel()  # it would be told the other way there
-            box = await cut.acquire()
-            assert (await box.run(["echo", "on"])).stdout == b"on\n"
-            relay.cut()
-            with pytest.raises(untax.SandboxLost):
-                await box.run(["touch", "/tmp/never"])
-            await box.release()
-            assert box.ledger.verdict == "infra"
-        finally:
-            await cut.aclose()
-
-
-class _Relay:
-    """Carries bytes to an agent from another port of its address, until it is cut."""
-
-    def __init__(self, member):
-        host, port = member.url.removeprefix("https://").split(":")
-        self._host, self._port = host, int(port)
-        self._writers = set()
-
-    async def __aenter__(self):
-        self._server = await asyncio.start_server(self._carry, self._host, 0)
-        self.url = f"https://{self._host}:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *exc):
-        self.cut()
-        await self._server.wait_closed()
-
-    def cut(self):
-        self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
-
-    async def _carry(self, reader, writer):
-        there, back = await asyncio.open_connection(self._host, self._port)
-        self._writers |= {writer, back}
-        await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
-
-    async def _pipe(self, reader, writer):
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-
 # ---- nodes that are not as they should be ----
 
 
 @contextlib.contextmanager
-def other_untax(directory, version=None):
-    """Processes that begin meanwhile find another untax: of another version, or the pure one that has no cell."""
-    tree = directory / "untax"
-    shutil.copytree(Path(untax.__file__).parent, tree, ignore=shutil.ignore_patterns("_native", "__pycache__"))
-    if version is not None:
-        text = (tree / "__init__.py").read_text()
-        (tree / "__init__.py").write_text(text.replace(f'__version__ = "{untax.__version__}"', f'__version__ = "{version}"'))
-    # An editable installation finds itself before every path.
-    (directory / "sitecustomize.py").write_text(
-        "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'untax' not in type(one).__module__]\n"
-    )
+def changed_python(directory, lines):
+    """Python processes that begin meanwhile carry these out first."""
+    (directory / "sitecustomize.py").write_text(lines)
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = str(directory)
     try:
@@ -309,17 +235,50 @@ def other_untax(directory, version=None):
         os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
+def other_untax(directory, version=None):
+    """Another untax: of another version, or the pure one that has no cell."""
+    tree = directory / "untax"
+    shutil.copytree(Path(untax.__file__).parent, tree, ignore=shutil.ignore_patterns("_native", "__pycache__"))
+    if version is not None:
+        text = (tree / "__init__.py").read_text()
+        (tree / "__init__.py").write_text(text.replace(f'__version__ = "{untax.__version__}"', f'__version__ = "{version}"'))
+    # An editable installation finds itself before every path.
+    return changed_python(
+        directory, "import sys\nsys.meta_path[:] = [one for one in sys.meta_path if 'untax' not in type(one).__module__]\n"
+    )
+
+
+def wrong_clock(directory):
+    """An hour late, for all that its programs can see."""
+    return changed_python(directory, "import time\n_true = time.time\ntime.time = lambda: _true() - 3600.0\n")
+
+
 @pytest.mark.parametrize(
-    ("version", "words"), [("0.0.9", r"it has untax 0\.0\.9, the fleet .*: install untax=="), (None, r"SubstrateUnavailable: .*cell")]
+    ("made", "words"),
+    [
+        (lambda directory: other_untax(directory, "0.0.9"), r"it has untax 0\.0\.9, the fleet .*: install untax=="),
+        (other_untax, r"SubstrateUnavailable: .*cell"),
+        (wrong_clock, r"its clock is 3(600|59\d) s behind: set it"),
+    ],
+    ids=["another release", "no cell", "a wrong clock"],
 )
-async def test_a_node_that_cannot_be_one_is_refused_with_the_remedy_and_the_others_serve(fleet, cluster, tmp_path, version, words):
-    with other_untax(tmp_path, version):
+async def test_a_node_that_cannot_be_one_is_refused_with_the_remedy_and_the_others_serve(fleet, cluster, tmp_path, made, words):
+    with made(tmp_path):
         joined = await asyncio.to_thread(cluster.add)
     refusal = await until(lambda: next((one for one in fleet.refusals if one.node_id == joined), None))
     assert re.search(words, refusal.reason), refusal
     async with fleet.lease() as box:
         assert box._engine.member.node_id != joined
     await asyncio.to_thread(cluster.kill, joined)
+    await until(lambda: not fleet.refusals)
+
+
+async def test_a_node_that_makes_no_namespaces_is_refused_with_the_remedy(fleet, cluster):
+    with cluster.confined("echo 0 > /proc/sys/user/max_user_namespaces") as joined:
+        refusal = await until(lambda: next((one for one in fleet.refusals if one.node_id == joined), None))
+        assert re.search(r"SubstrateUnavailable: namespace: .*user namespaces.*max_user_namespaces", refusal.reason), refusal
+        async with fleet.lease() as box:
+            assert box._engine.member.node_id != joined
     await until(lambda: not fleet.refusals)
 
 
@@ -359,21 +318,31 @@ async def test_a_handle_used_after_the_fleet_went_down_says_so(cluster, tmp_path
     await joined.aclose()
 
 
+def ray_version():
+    import ray
+
+    return ray.__version__
+
+
 def test_what_is_no_cluster_is_refused_with_the_remedy(cluster):
     code = """
 import asyncio, sys, untax
-for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense:port"):
+for address in ("127.0.0.1:1", "ray://127.0.0.1:1", "nonsense:port", sys.argv[1]):
+    if address == sys.argv[1]:
+        import ray
+        ray.__version__ = "2.9.3"  # which is what the cluster's own is compared with
     try:
         asyncio.run(untax.Fleet(address).start())
     except untax.UntaxError as exc:
         print(type(exc).__name__, exc)
 """
-    said = subprocess.run(["env", "-u", "RAY_ADDRESS", sys.executable, "-c", code], capture_output=True, text=True, timeout=60)  # fmt: skip
+    said = subprocess.run(["env", "-u", "RAY_ADDRESS", sys.executable, "-c", code, cluster.address], capture_output=True, text=True, timeout=60)  # fmt: skip
     lines = said.stdout.splitlines()
-    assert len(lines) == 3, said
+    assert len(lines) == 4, said
     assert lines[0].startswith("SubstrateUnavailable no Ray cluster answers at 127.0.0.1:1") and "ray start --head" in lines[0]
     assert lines[1].startswith("UsageError ray://") and "HOST:PORT" in lines[1]
     assert lines[2].startswith("UsageError 'nonsense:port' is not the address")
+    assert re.search(rf"^UsageError the Ray cluster at '{cluster.address}' is of another version: .*Ray: {ray_version()} .*Ray: 2\.9\.3 .*; install the same ray", lines[3])  # fmt: skip
 
 
 async def test_a_fleet_that_is_up_is_not_joined_with_other_options(fleet, cluster):

@@ -180,6 +180,19 @@ async def test_without_room_an_idle_ancestor_gives_its_place_to_a_sandbox_over_t
     assert not layered.live
 
 
+async def test_stages_that_came_by_themselves_are_counted_on_by_leases_of_every_flavour(layered, image, tmp_path):
+    """Where limits are fixed at a sandbox's creation, a stage has a key for each of them; the layers are the same."""
+    layered.binds_late = frozenset()
+    plain = untax.EnvSpec(image=image, setup=("echo one",))
+    async with untax.Engine(layered, state_dir=tmp_path / "state") as engine:
+        pooling = engine.pooling
+        ladders = [(await pooling.ladder(spec))[0] for spec in (plain, dataclasses.replace(plain, limits=untax.Limits(memory_mib=64)))]
+        keys = {stages[-1].key for stages in ladders}
+        assert len(keys) == 2 and not keys & pooling.driver.known_stages
+        pooling.came([ladders[0][-1].key.partition("~")[0]])
+        assert keys <= pooling.driver.known_stages
+
+
 async def test_a_failed_upgrade_is_told_with_its_log_and_leaves_nothing(layered, image, tmp_path):
     async with untax.Engine(layered, state_dir=tmp_path / "state", pool=untax.PoolOptions(entries=1)) as engine:
         await engine.warm(untax.EnvSpec(image=image), 1)

@@ -11,12 +11,12 @@ _ID = 12  # characters: Ray's ids have 56
 _LEFT = ("node", "id", "state")
 
 
-def fleet_lines(title: str, nodes: Sequence[NodeStatus]) -> Iterator[str]:
+def fleet_lines(title: str, nodes: Sequence[NodeStatus], wanted: int = 0) -> Iterator[str]:
     """A line about all, one for each node, and what is wrong with those that are out."""
     states = [one.state for one in nodes]
     leases = sum(one.leases for one in nodes)
     counted = ", ".join(f"{states.count(state)} {state}" for state in ("in", "draining", "out") if state in states)
-    yield f"{title}: {len(nodes)} nodes ({counted or 'none'}), {leases} leases"
+    yield f"{title}: {len(nodes)} nodes ({counted or 'none'}), {leases} leases{f', {wanted} more nodes asked of Ray' if wanted else ''}"
     stages = list(dict.fromkeys(name for one in nodes for name in one.idle))
     head = (*_LEFT, "leases", *(f"idle {name}" for name in stages), "starting", "waiting", "sandboxes")
     rows = [head, *(_row(one, stages) for one in nodes)]

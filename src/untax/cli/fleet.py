@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from untax import substrates
 from untax.cli._fleet_table import fleet_lines
 from untax.core.errors import UsageError
+from untax.pool.options import PoolOptions
 
 if TYPE_CHECKING:
     from untax.cluster.operate import FleetStatus
@@ -53,6 +54,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     up.add_argument("--limits", choices=("strict", "warn"), default="strict", help="when a node cannot enforce one (default: %(default)s)")
     up.add_argument("--store-budget-mib", type=int, metavar="N", help="for the layers of each node")
+    up.add_argument("--sandboxes", type=int, metavar="N", help="that leases and pools of one node may have at once (default: no bound)")
+    up.add_argument(
+        "--memory-mib", type=int, metavar="N", help="that the memory limits of one node's sandboxes may add up to (default: no bound)"
+    )
+    up.add_argument("--idle-s", type=float, metavar="S", help="let Ray take nodes away that had no lease for so long (default: never)")
+    up.add_argument("--min-nodes", type=int, default=1, metavar="N", help="that stay however idle they are (default: %(default)s)")
+    up.add_argument("--max-nodes", type=int, metavar="N", help="ask Ray's autoscaler for no more than so many in all")
+    up.add_argument(
+        "--node-resources", type=_resources, metavar="JSON", help="of one more node, as Ray counts them (default: the CPUs of the smallest)"
+    )
     up.add_argument("--port", type=int, default=0, metavar="N", help="where agents listen, the same on every node (default: any)")
     status = action("status", _status, "show every node: leases, what is idle at which stage, what is starting, who is draining or out")
     status.add_argument(
@@ -64,6 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     action("down", _down, "end every agent and everything it holds")
     given = action("access", _access, "write what Prometheus needs to scrape the fleet: token, certificate, configuration")
     given.add_argument("directory", metavar="DIR", help="made if it is missing; its files are for its owner only")
+
+
+def _resources(text: str) -> dict[str, float]:
+    try:
+        return dict(json.loads(text))
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"not a JSON object such as '{{\"CPU\": 8}}': {text!r}") from exc
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
@@ -79,13 +97,18 @@ def carry_out(arguments: argparse.Namespace) -> int:
 async def _up(arguments: argparse.Namespace) -> int:
     from untax.cluster import operate
     from untax.cluster.agent import Plan
+    from untax.cluster.scaling import Scaling
 
     options: dict[str, Any] = {"limits": arguments.limits}
     if arguments.store_budget_mib is not None:
         options["store_budget_mib"] = arguments.store_budget_mib
     if not 0 <= arguments.port <= 65_535:
         raise UsageError(f"--port must be between 0 and 65535, not {arguments.port}")
-    plan = Plan(arguments.name, arguments.substrate, arguments.state_dir, options, port=arguments.port)
+    bounds = {"entries": arguments.sandboxes, "memory_mib": arguments.memory_mib}
+    if bounds := {name: value for name, value in bounds.items() if value is not None}:
+        options["pool"] = PoolOptions(**bounds)
+    scaling = Scaling(arguments.node_resources, arguments.min_nodes, arguments.max_nodes, arguments.idle_s)
+    plan = Plan(arguments.name, arguments.substrate, arguments.state_dir, options, port=arguments.port, scaling=scaling)
     if not arguments.json:
         print(f"untax: bringing the fleet {arguments.name!r} up", file=sys.stderr)
     async with operate.up(arguments.address, plan) as (operated, is_new):
@@ -93,7 +116,7 @@ async def _up(arguments: argparse.Namespace) -> int:
             there = await operated.plan()
             if replace(there, options=dict(there.options)) != plan:
                 raise UsageError(
-                    f"the fleet {plan.name!r} is up already, with {there.substrate}, state_dir={there.state_dir!r}, port {there.port} and {dict(there.options)}: "
+                    f"the fleet {plan.name!r} is up already, with {there.substrate}, state_dir={there.state_dir!r}, port {there.port}, {dict(there.options)} and {there.scaling}: "
                     "take it down first, or give this one another --name"
                 )
         status = await operated.status()
@@ -151,7 +174,7 @@ def _show(status: FleetStatus, arguments: argparse.Namespace, *, is_new: bool | 
     title = f"fleet {status.fleet} on {status.ray_address} (untax {status.release}, {status.substrate or 'no substrate'})"
     clear = "\x1b[H\x1b[J" if getattr(arguments, "watch", False) and arguments.out.isatty() else ""
     document = status.as_dict() if is_new is None else {**status.as_dict(), "is_new": is_new}
-    _say(arguments, document, clear + "\n".join(fleet_lines(title, status.nodes)))
+    _say(arguments, document, clear + "\n".join(fleet_lines(title, status.nodes, status.wanted)))
 
 
 def _say(arguments: argparse.Namespace, document: dict[str, Any], text: str) -> None:

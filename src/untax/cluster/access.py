@@ -70,7 +70,7 @@ def _connect(ray: Any, address: str) -> str:
         except RuntimeError as exc:
             if "ersion" in str(exc):
                 raise UsageError(
-                    f"the Ray cluster at {address!r} is of another version: {_first_line(exc)}; install the same ray and Python here"
+                    f"the Ray cluster at {address!r} is of another version: {' '.join(str(exc).split())}; install the same ray and Python here"
                 ) from exc
             raise BackendError("", f"Ray at {address!r}: {_first_line(exc)}") from exc
         _Users.is_ours = True
@@ -157,6 +157,7 @@ def start_keeper(plan: Plan, ray_address: str, *, is_lasting: bool) -> tuple[Any
             namespace=actors.NAMESPACE,
             lifetime="detached" if is_lasting else "non_detached",
             num_cpus=0,
+            scheduling_strategy=_beside_the_head(),
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=actors._CALLS,
@@ -169,6 +170,18 @@ def start_keeper(plan: Plan, ray_address: str, *, is_lasting: bool) -> tuple[Any
         if found is None:
             raise
         return found, False
+
+
+def _beside_the_head() -> Any:
+    """Where it can be: a node on which an actor lives is busy to Ray's autoscaler, and the head stays anyway."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from untax.cluster.known import HEAD
+
+    for node in require_ray().nodes():
+        if node["Alive"] and HEAD in node["Resources"]:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+    return "DEFAULT"
 
 
 async def asked(name: str, call: Awaitable[T]) -> T:

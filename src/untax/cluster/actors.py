@@ -15,13 +15,16 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
-from untax.cluster import drains
+from untax.cluster import autoscaler, drains
 from untax.cluster.agent import Plan, Post
+from untax.cluster.known import Node
 from untax.cluster.resident import AGAIN_S, END_S, LOOK_S, NAMESPACE, NodeActor, is_forerunner, keeper_name, node_actor_name, until_failed
+from untax.cluster.scaler import Scaler
+from untax.cluster.scaling import Load
 from untax.cluster.terms import Member, Refusal, Roll, Ticket, instance_of, named, skew_trouble, version_trouble
 from untax.cluster.trust import Trust
 from untax.core.errors import UsageError
@@ -38,22 +41,7 @@ _BEGIN_S = 60.0  # for an agent to start
 _SETTLE_S = 20.0  # for the first look at all nodes, where some are in the fleet already
 _TELL_S = 5.0  # for an agent to hear who else there is, before the others hear of the next change
 _CALLS = 10_000  # at once: every client waits for changes
-
-
-class _Node:
-    """A node that lives, and what was made of it."""
-
-    def __init__(self, node_id: str, name: str, address: str) -> None:
-        self.node_id = node_id
-        self.name = name
-        self.address = address
-        self.actor: Any = None
-        self.member: Member | None = None
-        self.refused: str | None = None
-        self.is_draining = False
-        self.tending: asyncio.Task[None] | None = None
-        self.tried = asyncio.Event()
-        """Set once it is known whether there is an agent."""
+_RESTS = "it rests: nobody needed it; it is woken when leases wait"
 
 
 class Keeper:
@@ -65,7 +53,7 @@ class Keeper:
         self._instance = instance_of(trust.authority.certificate)
         self._ray_address = ray_address
         self._is_lasting = is_lasting
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Node] = {}
         self._version = 0
         self._changed = asyncio.Event()
         self._is_ending = False
@@ -73,8 +61,16 @@ class Keeper:
         self._drains: set[str] | None = None
         """Ids of nodes that were drained, by whoever kept the fleet before this as well; None until that is known."""
         self._settling: asyncio.Task[None] | None = None
-        self._looking = asyncio.ensure_future(self._look())
-        self._spreading = asyncio.ensure_future(self._spread())
+        self._scaler = Scaler(
+            plan.scaling,
+            self._nodes.values,
+            rest=self._rest,
+            wake=self._wake,
+            told=self._tell,
+            ask=autoscaler.ask,
+            may_have_asked=_is_restarted(),
+        )
+        self._chores = [asyncio.ensure_future(one) for one in (self._look(), self._spread(), self._scaler.run())]
 
     # ---- for clients ----
 
@@ -111,10 +107,8 @@ class Keeper:
         except UsageError as exc:
             return str(exc)
         await self._note_drain(found)
-        found.is_draining = True
-        if found.member is not None:
-            found.member = found.member.drained()
-        self._tell()
+        found.is_resting = False
+        self._drain(found)
         draining = asyncio.ensure_future(self._drained(found))
         if wait:
             await asyncio.shield(draining)
@@ -123,14 +117,14 @@ class Keeper:
     async def down(self) -> None:
         """End every agent, and what they hold. The keeper itself is its caller's to kill."""
         self._is_ending = True
-        for task in (self._looking, self._spreading, self._settling):
+        for task in (*self._chores, self._settling):
             if task is not None:
                 task.cancel()
         nodes = list(self._nodes.values())
         for node in nodes:
             if node.tending is not None:
                 node.tending.cancel()
-        await asyncio.gather(self._forget_drains(), *(self._ended(node) for node in nodes), return_exceptions=True)
+        await asyncio.gather(self._forget_drains(), self._scaler.close(), *(self._ended(node) for node in nodes), return_exceptions=True)
         self._nodes.clear()
         self._tell()
 
@@ -149,7 +143,7 @@ class Keeper:
                 continue
             for node_id, said in alive.items():
                 if node_id not in self._nodes:
-                    node = self._nodes[node_id] = _Node(node_id, str(said.get("NodeName") or said["NodeManagerAddress"]), str(said["NodeManagerAddress"]))  # fmt: skip
+                    node = self._nodes[node_id] = Node(said)
                     node.is_draining = node_id in self._drains
                     node.tending = asyncio.ensure_future(self._drain_on(node) if node.is_draining else self._tend(node))
             for node_id in [one for one in self._nodes if one not in alive]:
@@ -173,7 +167,7 @@ class Keeper:
         self._first.set()
         self._tell()
 
-    async def _tend(self, node: _Node) -> None:
+    async def _tend(self, node: Node) -> None:
         """See to it that it has an agent, for as long as it lives."""
         while node.node_id in self._nodes and not node.is_draining:
             try:
@@ -185,7 +179,7 @@ class Keeper:
             node.refused = reason
             self._tell()
             if reason is None:
-                await until_failed(node.actor)
+                await self._listen(node)
                 log.warning("the agent of node %s has ended", node.name)
                 node.member = None
                 self._tell()
@@ -193,7 +187,20 @@ class Keeper:
                 log.warning("node %s is not in the fleet: %s", node.name, reason)
                 await asyncio.sleep(AGAIN_S)
 
-    async def _try(self, node: _Node) -> str | None:
+    async def _listen(self, node: Node) -> None:
+        """Hear what it has to do, until its agent has ended."""
+        known: Load | None = None
+        try:
+            while True:
+                known = await node.actor.load.remote(known)
+                self._scaler.changed(node, None if node.is_draining else known)
+        except RayError as exc:
+            log.debug("node %s says no more: %s", node.name, exc)
+        finally:
+            self._scaler.changed(node, None)
+        await until_failed(node.actor)
+
+    async def _try(self, node: Node) -> str | None:
         """Why there is no agent, or None."""
         try:
             await self._clear(node)
@@ -221,20 +228,29 @@ class Keeper:
                 ray.kill(node.actor)
                 return str(said["refused"])
             node.member = Member.from_data(said["member"])
+            if node.member.is_draining:
+                return await self._renewed(node)
         except TimeoutError:
             return f"its agent does not answer within {_ANSWER_S:g} s; Ray's logs on that node may say why"
         except Exception as exc:  # whatever it is, it is this node's alone
             return _words(exc)
         return None
 
-    async def _clear(self, node: _Node) -> None:
+    async def _renewed(self, node: Node) -> str:
+        """Its agent takes no leases, and no drain was noted: whoever kept the fleet before this did not live to end it. It goes, and another one comes."""
+        node.tried.set()
+        self._tell()
+        await self._drained(node)
+        return "its agent took no more leases and was ended; another one is about to be there"
+
+    async def _clear(self, node: Node) -> None:
         """End what an earlier fleet of this name has left on the node. Nobody keeps it, since this one has its name; it would hold the state directory."""
         for one in await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True):
             if one["namespace"] == NAMESPACE and is_forerunner(one["name"], self._plan.name, self._instance, node.node_id):
                 with contextlib.suppress(ValueError):  # it went by itself
                     await _ended(await asyncio.to_thread(ray.get_actor, one["name"], NAMESPACE), node.name)
 
-    def _actor_on(self, node: _Node) -> Any:
+    def _actor_on(self, node: Node) -> Any:
         """Blocks."""
         return (
             ray.remote(NodeActor)
@@ -250,7 +266,7 @@ class Keeper:
             .remote(self._plan.name, self._instance)
         )
 
-    def _gone(self, node: _Node) -> None:
+    def _gone(self, node: Node) -> None:
         """It left the cluster."""
         self._nodes.pop(node.node_id, None)
         if node.tending is not None:
@@ -258,17 +274,48 @@ class Keeper:
         node.tried.set()
         self._tell()
 
-    async def _drained(self, node: _Node) -> None:
+    def _drain(self, node: Node) -> None:
+        node.is_draining = True
+        self._scaler.changed(node, None)
+        if node.member is not None:
+            node.member = node.member.drained()
+        self._tell()
+
+    async def _rest(self, node: Node) -> float:
+        """Have it drained if nobody has needed it for long enough: 0 then, and else in how long it can be."""
+        assert self._plan.scaling.idle_s is not None
+        try:
+            left_s = float(await _within(_TELL_S, node.actor.rest.remote(self._plan.scaling.idle_s)))
+        except (RayError, TimeoutError):
+            return self._plan.scaling.idle_s
+        if left_s <= 0:
+            node.is_resting = True
+            self._drain(node)
+            node.resting = asyncio.ensure_future(self._drained(node))
+        return left_s
+
+    def _wake(self, node: Node) -> None:
+        """Take it in again, once it is quite out."""
+        before = [one for one in (node.tending, node.resting) if one is not None]
+        node.is_resting, node.is_waking = False, True
+        node.tending = asyncio.ensure_future(self._woken(node, before))
+
+    async def _woken(self, node: Node, before: list[asyncio.Task[None]]) -> None:
+        await asyncio.wait(before)
+        node.is_draining, node.is_waking, node.refused = False, False, None
+        await self._tend(node)
+
+    async def _drained(self, node: Node) -> None:
         if node.actor is not None:
             try:
                 await node.actor.drain.remote()
             except RayError as exc:
                 log.warning("node %s ended while it was drained: %s", node.name, exc)
         await self._ended(node)
-        node.member, node.refused = None, "it was drained"
+        node.member, node.refused = None, _RESTS if node.is_resting else "it was drained"
         self._tell()
 
-    async def _drain_on(self, node: _Node) -> None:
+    async def _drain_on(self, node: Node) -> None:
         """It was drained by whoever kept the fleet before this, or was about to be: its agent, if it still has one, goes with its last lease."""
         try:
             name = node_actor_name(self._plan.name, self._instance, node.node_id)
@@ -286,7 +333,7 @@ class Keeper:
             self._tell()
         await self._drained(node)
 
-    async def _note_drain(self, node: _Node) -> None:
+    async def _note_drain(self, node: Node) -> None:
         """For whoever keeps the fleet after this one."""
         try:
             await _within(_TELL_S, asyncio.to_thread(drains.note, self._plan.name, self._instance, node.node_id))
@@ -296,7 +343,7 @@ class Keeper:
     async def _forget_drains(self) -> None:
         await _within(_TELL_S, asyncio.to_thread(drains.forget, self._plan.name, self._instance))
 
-    async def _ended(self, node: _Node) -> None:
+    async def _ended(self, node: Node) -> None:
         if node.actor is not None:
             await _ended(node.actor, node.name)
 
@@ -318,12 +365,22 @@ class Keeper:
             self._version,
             tuple(node.member for node in nodes if node.member is not None),
             tuple(Refusal(node.node_id, node.name, node.refused) for node in nodes if node.refused is not None),
+            self._scaler.wanted,
         )
 
     def _tell(self) -> None:
         self._version += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _is_restarted() -> bool:
+    """Whether there was one before this, of which nobody knows what it did."""
+    try:
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    except Exception as exc:  # Ray's head is away
+        log.debug("%s", exc)
+        return True
 
 
 async def _within(seconds: float, call: Awaitable[T]) -> T:
@@ -356,4 +413,6 @@ def _words(exc: Exception) -> str:
     missing = next((line for line in cause if "ModuleNotFoundError" in line), None)
     if missing is not None:
         return f"{missing.strip()}: install the fleet's release there: pip install 'untax[ray]=={untax.__version__}'"
+    if isinstance(exc, RayTaskError):
+        return f"its agent failed: {exc.cause!r}"
     return f"Ray could not start its agent: {cause[0] if cause else type(exc).__name__}"

@@ -19,7 +19,9 @@ from typing import Any
 
 import untax
 from untax.cluster import transfer
+from untax.cluster.gauge import Gauge
 from untax.cluster.reaper import Reaper
+from untax.cluster.scaling import Scaling
 from untax.cluster.terms import Member
 from untax.cluster.transfer import Transfer
 from untax.cluster.trust import Identity, pinned
@@ -58,6 +60,7 @@ class Plan:
     lease_s: float = LEASE_S
     port: int = 0
     """Where every agent listens for other nodes; 0: any, another one after each start."""
+    scaling: Scaling = field(default_factory=Scaling)
 
     def state_dir_of(self, node_id: str) -> Path:
         return chosen_state_dir(None if self.state_dir is None else self.state_dir.replace("{node}", node_id[:12]))
@@ -85,6 +88,7 @@ class Agent:
         self._stack = contextlib.AsyncExitStack()
         self._hosting: Hosting | None = None
         self._transfer: Transfer | None = None
+        self.gauge = Gauge()
         self.member: Member | None = None
 
     async def start(self) -> Member:
@@ -111,6 +115,10 @@ class Agent:
     def leases(self) -> int:
         return 0 if self._hosting is None else self._hosting.leases
 
+    @property
+    def is_draining(self) -> bool:
+        return self._hosting is not None and self._hosting.is_draining
+
     def drain(self) -> None:
         """No new leases from here on."""
         if self._hosting is not None:
@@ -136,6 +144,7 @@ class Agent:
         stack.push_async_callback(engine.aclose)
         service = Service(engine, lease_s=plan.lease_s)
         stack.push_async_callback(service.aclose)
+        service.views.watch(self.gauge, 0)
         unix = UnixListener(service, place / "s")
         unix.start()
         stack.callback(unix.close)
@@ -186,7 +195,7 @@ class Agent:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(certificate, key)
-        post = self._post
+        post, loop = self._post, asyncio.get_running_loop()
         travel = self._transfer = Transfer(
             post.node_id,
             engine.warehouse.store,
@@ -195,6 +204,7 @@ class Agent:
             token=post.token,
             host=post.address,
             untold_uses=engine.warehouse.untold_uses,
+            arrived=lambda keys: loop.call_soon_threadsafe(engine.pooling.came, keys),
         )
         travel.start()
         stack.push_async_callback(asyncio.to_thread, travel.close)

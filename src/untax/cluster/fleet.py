@@ -11,13 +11,14 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from untax.box import Box
 from untax.cluster import access, copies, handles, terms
 from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
+from untax.cluster.scaling import Resources, Scaling
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.core.errors import (
     BackendError,
@@ -52,7 +53,8 @@ class Fleet(Leasing):
     """Leases sandboxes of every node. `async with`, or `start()` and `aclose()`. For one process and one event loop.
 
     Joins the fleet of this `name` on the Ray cluster, or brings one up: then each node gets an engine with these options, and closing this takes it down again.
-    `state_dir` may have `{node}` in it; `lease_s` is how long a client that lost its connection may take to come back. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
+    `state_dir` may have `{node}` in it; where Ray's autoscaler runs, the fleet grows with those who wait for room, up to `max_nodes`, and lets nodes go
+    after `idle_s` without a lease, down to `min_nodes` (`docs/fleet.md`); `lease_s` is how long a client that lost its connection may take to come back. Pickled, it is a handle for any task or actor of the cluster, and begins by itself there.
     """
 
     node_class: type[NodeEngine] = NodeEngine
@@ -65,16 +67,26 @@ class Fleet(Leasing):
         substrate: str | None = None,
         state_dir: str | os.PathLike[str] | None = None,
         lease_s: float | None = None,
+        node_resources: Resources | None = None,
+        min_nodes: int | None = None,
+        max_nodes: int | None = None,
+        idle_s: float | None = None,
         clock: Clock = now_ns,
         **options: Any,
     ) -> None:
         super().__init__(clock)
         self.address = address
         self.name = terms.checked_name(name)
+        self._options = options
+        self._scaling = Scaling(node_resources, 1 if min_nodes is None else min_nodes, max_nodes, idle_s)
         self._given = {
             "substrate": substrate,
             "state_dir": None if state_dir is None else os.fsdecode(state_dir),
             "lease_s": lease_s,
+            "node_resources": self._scaling.node_resources,
+            "min_nodes": min_nodes,
+            "max_nodes": max_nodes,
+            "idle_s": idle_s,
             **options,
         }
         self._ticket: Ticket | None = None
@@ -181,10 +193,14 @@ class Fleet(Leasing):
             if self._keeper is None:
                 raise terms.down(self.name)
             return
-        given = {name: value for name, value in self._given.items() if name not in ("substrate", "state_dir", "lease_s")}
         lease_s = self._given["lease_s"]
         plan = Plan(
-            self.name, self._given["substrate"] or "namespace", self._given["state_dir"], given, LEASE_S if lease_s is None else lease_s
+            self.name,
+            self._given["substrate"] or "namespace",
+            self._given["state_dir"],
+            self._options,
+            LEASE_S if lease_s is None else lease_s,
+            scaling=self._scaling,
         )
         self._keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
 
@@ -194,7 +210,7 @@ class Fleet(Leasing):
         if not given:
             return
         plan = await self._asked(self._keeper.plan.remote())
-        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, "lease_s": plan.lease_s, **plan.options}
+        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, "lease_s": plan.lease_s, **asdict(plan.scaling), **plan.options}
         for name, value in given.items():
             if there.get(name) != value:
                 raise UsageError(
@@ -238,6 +254,11 @@ class Fleet(Leasing):
     def members(self) -> tuple[Member, ...]:
         """The nodes that are in the fleet, as last told."""
         return self._roll.members
+
+    @property
+    def wanted(self) -> int:
+        """How many nodes more Ray's autoscaler was asked for, as last told."""
+        return self._roll.wanted
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:

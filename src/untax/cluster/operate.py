@@ -30,6 +30,8 @@ class FleetStatus:
     release: str
     substrate: str
     nodes: tuple[NodeStatus, ...]
+    wanted: int = 0
+    """How many nodes more Ray's autoscaler was asked for."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -38,6 +40,7 @@ class FleetStatus:
             "release": self.release,
             "substrate": self.substrate,
             "nodes": [one.as_dict() for one in self.nodes],
+            "wanted": self.wanted,
         }
 
 
@@ -63,7 +66,7 @@ class Operated:
         self._peers.meet(peers_of(roll.members))
         nodes = [*await self._peers.statuses(), *map(_refused, roll.refusals)]
         substrate = next((one.substrate for one in roll.members), "")
-        return FleetStatus(ticket.name, ticket.ray_address, ticket.version, substrate, tuple(nodes))
+        return FleetStatus(ticket.name, ticket.ray_address, ticket.version, substrate, tuple(nodes), roll.wanted)
 
     async def drain(self, node: str, *, wait: bool = True) -> None:
         """No new leases there; returns once the last is over and its agent has ended. `UsageError` for a node that is not in the fleet."""

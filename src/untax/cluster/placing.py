@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from untax.cluster.view import Views
+from untax.cluster.waiting import Line
 from untax.core.errors import (
     BackendError,
     CreateError,
@@ -34,7 +35,7 @@ from untax.core.errors import (
 from untax.core.ledger import Placed
 from untax.core.spec import EnvSpec
 from untax.leases import Request
-from untax.pool.nodes import Ranked
+from untax.pool.nodes import Ranked, is_better
 from untax.remote.box import RemoteBox
 from untax.remote.engine import RemoteEngine
 
@@ -43,7 +44,6 @@ log = logging.getLogger("untax.fleet")
 _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, before one of them is waited for
 _LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slower is placed without
 _LEAST_WAIT_S = 0.001
-_PATIENCE_S = 1.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
 _ELSEWHERE = (
     BackendError,
@@ -79,8 +79,8 @@ class Placing:
         self._nodes: dict[str, _Followed] = {}
         self._asked = 0  # leases that are being asked for now
         self._last: EnvSpec | None = None  # that was asked for
-        self._waiting: dict[asyncio.Future[None], None] = {}  # of leases that wait, for the next word of any node
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
+        self._line = Line(self.ranked, self._room, self._is_better)
 
     # ---- who is there ----
 
@@ -90,6 +90,7 @@ class Placing:
         self.views.joined(node, isolation=engine.substrate.isolation)
         engine.on_link(lambda link_s: self.views.linked(node, link_s))
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
+        self._line.changed()
 
     def leave(self, node: str, engine: RemoteEngine | None = None) -> None:
         """It takes no more, if it is still that engine's; what was leased of it lives on."""
@@ -111,6 +112,7 @@ class Placing:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._line.aclose()
 
     async def _watch(self, node: str, engine: RemoteEngine) -> None:
         """As long as it is followed: a node that was out of reach may answer again."""
@@ -120,9 +122,8 @@ class Placing:
             nonlocal delay_s
             delay_s = _FIRST_RETRY_S
             self.views.told(node, part)
-            if self._waiting:
-                self._wake(node)
-            elif not self._asked and self._last is not None:
+            self._line.changed()
+            if not self._asked and self._last is not None:
                 self.views.foresee(self._last)  # groups of rollouts have one spec
 
         while True:
@@ -180,70 +181,27 @@ class Placing:
         return None
 
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
-        """Nobody has room, and all who might have said so: the lease waits where the line is shortest, until another has room."""
+        """Nobody has room, and all who might have said so: the lease waits where the line is shortest, and goes elsewhere when there is room before its turn."""
         waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
         ranked = await self.ranked(request.spec)
         best = next((one for one in ranked if (one.is_full and one.node not in tried) or one.node in waitable), None)
         if best is not None:
-            return await self._wait_at(best, request, began_s, tried)
-        failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
-        if failures:
-            raise named(*failures[-1])
-        raise self._nowhere(request.spec, tried)
-
-    async def _wait_at(self, best: Ranked, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
-        """Its turn there is kept until another node has given the lease, so that it is never lost for nothing; of two that come one is given back."""
-        since_s = time.monotonic()
-        waiting = self._asking(best, _in_time(request, began_s), tried, may_refuse=False)
-        moving: asyncio.Task[RemoteBox] | None = None
-        taken: asyncio.Task[RemoteBox] = waiting
-        try:
-            while not waiting.done():
-                await self._next_word(waiting)
-                other = None if waiting.done() else self.views.better(request.spec, best.node, time.monotonic() - since_s)
-                if other is not None:
-                    asked = {node: exc for node, exc in tried.items() if node != best.node}
-                    asked[best.node] = LeaseRefused("full", f"it had no room yet when {other.node} had")
-                    moving = self._asking(other, _in_time(request, began_s), asked, may_refuse=True)
-                    await asyncio.wait((waiting, moving), return_when=asyncio.FIRST_COMPLETED)
-                    if not waiting.done() and _has_come(moving):
-                        taken = moving
-                        break
-            if moving is not None and not _has_come(waiting) and taken is waiting:
-                await asyncio.wait((moving,))  # where it waited it failed
-                taken = moving if _has_come(moving) else waiting
             try:
-                return taken.result()
+                return await self._line.wait(
+                    request.spec,
+                    best.node,
+                    self._ask(best, _in_time(request, began_s), tried, may_refuse=False),
+                    lambda other: self._ask(other, _in_time(request, began_s), _moved(tried, best.node, other.node), may_refuse=True),
+                    is_refusal=is_better_elsewhere,
+                )
             except UntaxError as exc:
                 if is_better_elsewhere(exc):
                     raise _LineEnded(best.node, exc) from exc
                 raise
-        finally:
-            for task in (waiting, moving):
-                if task is not None and (task is not taken or not _has_come(task)):
-                    task.cancel()
-                    task.add_done_callback(_give_back)
-
-    def _asking(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> asyncio.Task[RemoteBox]:
-        return asyncio.get_running_loop().create_task(self._ask(ranked, request, tried, may_refuse=may_refuse))
-
-    async def _next_word(self, waiting: asyncio.Task[RemoteBox]) -> None:
-        """Return when some node has room, or what is waited for is there; now and then anyway, because who has waited for longer goes further."""
-        told = asyncio.get_running_loop().create_future()
-        self._waiting[told] = None
-        try:
-            await asyncio.wait((waiting, told), timeout=_PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._waiting.pop(told, None)
-
-    def _wake(self, node: str) -> None:
-        """As many of those who wait as the node has room for, those who came first."""
-        view = self.views.view(node)
-        room = min(view.free_sandboxes, len(self._waiting)) if view is not None and view.free_mib > 0 else 0
-        for told in list(self._waiting)[: max(0, int(room))]:
-            del self._waiting[told]
-            if not told.done():
-                told.set_result(None)
+        failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
+        if failures:
+            raise named(*failures[-1])
+        raise self._nowhere(request.spec, tried)
 
     async def _ask(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> RemoteBox:
         if ranked.node not in self._nodes:
@@ -277,6 +235,14 @@ class Placing:
         """Which stages it really needed there."""
         if box.ledger.wanted:
             self.views.learnt(spec, node, box.ledger.wanted)
+
+    def _room(self, node: str) -> tuple[float, float]:
+        view = self.views.view(node)
+        return (0.0, 0.0) if view is None else (view.free_sandboxes, view.avoided_s)
+
+    def _is_better(self, other: Ranked, node: str, waited_s: float) -> bool:
+        waiting = self.views.view(node)
+        return waiting is None or is_better(other, waiting, waited_s)
 
     async def ranked(self, spec: EnvSpec, within_s: float | None = None, *, most: int | None = None) -> list[Ranked]:
         """Where a lease of `spec` could go now, best first; with `most`, so many of them. `PoolTimeout` where no node says in time what it is."""
@@ -352,15 +318,10 @@ class Placing:
             self.views.told(node, {"stored": [key.partition("~")[0] for key in present]})
 
 
-def _has_come(asking: asyncio.Task[RemoteBox]) -> bool:
-    return asking.done() and not asking.cancelled() and asking.exception() is None
-
-
-def _give_back(asking: asyncio.Task[RemoteBox]) -> None:
-    """Of a lease that came although nobody wants it any more."""
-    if _has_come(asking):
-        box = asking.result()
-        box._engine.chore(box.release())
+def _moved(tried: Mapping[str, UntaxError], node: str, other: str) -> Mapping[str, UntaxError]:
+    """Who was asked before, of a lease that waited at `node`."""
+    before: dict[str, UntaxError] = {one: exc for one, exc in tried.items() if one != node}
+    return before | {node: LeaseRefused("full", f"it had no room yet when {other} had")}
 
 
 def _in_time(request: Request, began_s: float) -> Request:

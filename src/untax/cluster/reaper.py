@@ -20,7 +20,8 @@ from untax.engine import Engine
 from untax.server.sole import only_server
 
 # In a process of its own that is nobody's child: Ray kills the children of its workers. Signals of a terminal or of a manager are not for it.
-_WAIT = '(trap "" HUP INT TERM; cd /; read -r word <&{fd} || exec "$0" "$@") >/dev/null 2>&1 &'
+# The pipe is its input, put aside at once: what runs in the background has none, and Debian's shell knows no descriptor of two digits.
+_WAIT = 'exec 3<&0; (trap "" HUP INT TERM; cd /; read -r word <&3 || exec "$0" "$@" 3<&-) >/dev/null 2>&1 &'
 
 
 class Reaper:
@@ -31,9 +32,8 @@ class Reaper:
         what = json.dumps({"substrate": substrate, "state_dir": str(state_dir), "place": str(place)})
         try:
             subprocess.run(
-                ["/bin/sh", "-c", _WAIT.format(fd=reading), sys.executable, "-m", "untax.cluster.reaper", what],
-                pass_fds=(reading,),
-                stdin=subprocess.DEVNULL,
+                ["/bin/sh", "-c", _WAIT, sys.executable, "-m", "untax.cluster.reaper", what],
+                stdin=reading,
                 start_new_session=True,
                 check=True,
             )

@@ -13,7 +13,9 @@ import ray
 from ray.exceptions import RayError
 
 import untax
+from untax.cluster import autoscaler
 from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.scaling import Load
 from untax.cluster.terms import Roll
 from untax.core.errors import UntaxError
 
@@ -43,7 +45,7 @@ def is_forerunner(name: str, fleet: str, instance: str, node_id: str) -> bool:
 
 
 class NodeActor:
-    """On the node that it is for."""
+    """On the node that it is for. While it is there the node is busy to Ray's autoscaler, whatever its agent has to do."""
 
     def __init__(self, fleet: str, instance: str) -> None:
         self._fleet = fleet
@@ -51,6 +53,8 @@ class NodeActor:
         self._agent: Agent | None = None
         self._starting = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
+        self._has_asked = False
+        """Whether Ray's autoscaler was asked for more nodes, as last told."""
         self._watching = asyncio.ensure_future(self._watch_keeper())  # also of a keeper that dies before there is an agent
 
     async def version(self) -> tuple[str, float]:
@@ -73,17 +77,20 @@ class NodeActor:
                 # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
                 gc.collect()
                 gc.freeze()
-        assert self._agent.member is not None
-        return {"member": self._agent.member.to_data()}
+        return {"member": await self.member()}
 
     async def member(self) -> dict[str, Any] | None:
         """What there is, for who does not want one."""
-        return None if self._agent is None or self._agent.member is None else self._agent.member.to_data()
+        if self._agent is None or self._agent.member is None:
+            return None
+        return (self._agent.member.drained() if self._agent.is_draining else self._agent.member).to_data()
 
     async def meet(self, roll: str) -> None:
         """Who is in the fleet from here on."""
+        said = Roll.from_json(roll)
+        self._has_asked = said.wanted > 0
         if self._agent is not None:
-            self._agent.meet(Roll.from_json(roll).members)
+            self._agent.meet(said.members)
 
     async def forever(self) -> None:
         """Returns only by failing, with the actor's death."""
@@ -94,6 +101,21 @@ class NodeActor:
         if self._agent is not None:
             self._agent.drain()
             await self._agent.wait_idle()
+
+    async def load(self, known: Load | None) -> Load:
+        """What the node has to do, once that is not what is known."""
+        assert self._agent is not None
+        return await self._agent.gauge.wait_news(known)
+
+    async def rest(self, idle_s: float) -> float:
+        """No new leases, if nobody has needed the node for so long: 0 then, and else for how much longer that has to be so."""
+        if self._agent is None:
+            return idle_s
+        left_s = idle_s - self._agent.gauge.idle_s if not self._agent.leases else idle_s
+        if left_s > 0:
+            return left_s
+        self._agent.drain()
+        return 0.0
 
     async def end(self) -> None:
         """Give everything back. The actor itself is its caller's to kill, or goes with whoever keeps the fleet."""
@@ -110,6 +132,8 @@ class NodeActor:
         try:
             await _until_dead(keeper_name(self._fleet), self._instance)
             log.warning("the fleet %s has no keeper any more: its agent ends", self._fleet)
+            if self._has_asked:
+                await autoscaler.ask([])
             async with asyncio.timeout(END_S):
                 await self.end()
         except Exception as exc:

@@ -144,6 +144,8 @@ class Roll:
     version: int
     members: tuple[Member, ...]
     refusals: tuple[Refusal, ...]
+    wanted: int = 0
+    """How many nodes more Ray's autoscaler was asked for."""
 
     def to_json(self) -> str:
         return json.dumps(
@@ -151,6 +153,7 @@ class Roll:
                 "version": self.version,
                 "members": [one.to_data() for one in self.members],
                 "refusals": [one.to_data() for one in self.refusals],
+                "wanted": self.wanted,
             }
         )
 
@@ -162,6 +165,7 @@ class Roll:
                 int(data["version"]),
                 tuple(Member.from_data(one) for one in data["members"]),
                 tuple(Refusal.from_data(one) for one in data["refusals"]),
+                int(data.get("wanted", 0)),
             )
         except (KeyError, TypeError, ValueError) as exc:
             raise ProtocolError(f"a fleet's roll that is none: {exc!r}") from exc

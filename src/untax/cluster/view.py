@@ -19,7 +19,7 @@ from untax.core.spec import EnvSpec, Limits
 from untax.core.stage import Stage
 from untax.grounds import Recipe, recipe_of
 from untax.pool.costs import Costs
-from untax.pool.nodes import NodeView, Ranked, better, rank, unfit
+from untax.pool.nodes import NodeView, Ranked, rank, unfit
 
 # How long a node is left alone that refused: doubled each time, until a lease of it succeeds.
 _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
@@ -278,11 +278,6 @@ class Views:
         if found is None or found.spec is not spec or found.version != self._version or self._clock() - found.at_s > _FORESEEN_S:
             return None
         return found.best
-
-    def better(self, spec: EnvSpec, node: str, waited_s: float) -> Ranked | None:
-        """Where a lease that waits at `node` would be served so much sooner that it is worth asking there."""
-        waiting = self.view(node)
-        return better(waiting, waited_s, self.rank(spec, most=2)) if waiting is not None else None
 
     def left_out(self, spec: EnvSpec) -> dict[str, str]:
         """The nodes that cannot take it, and why."""

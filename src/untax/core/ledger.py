@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from untax.core.span import PARTS, Clock, Span, now_ns
-from untax.core.stage import Stage
+from untax.core.stage import Fetched, Stage
 from untax.core.substrate import Unenforced, said_together
 
 SCHEMA = 1
@@ -93,7 +93,9 @@ class Ledger:
         self.sandboxes: list[str] = []
         self.unenforced: tuple[Unenforced, ...] = ()
         self.stages: dict[str, float] = {}
-        """The stages that were missing and how many seconds each took to build; the wait for them is in the part `setup`."""
+        """The stages that were missing and how many seconds each took to build, or to come; the wait for them is in the part `setup`."""
+        self.fetched: dict[str, float] = {}
+        """Those of them that came from another node, and how many seconds that took without the wait for whoever built it."""
         self.resets: dict[str, int] = {}
         """How often the box was reset, by how: `pristine` (kept, for nothing had happened) or `replaced`."""
         self.asked_at = time.time()
@@ -125,6 +127,13 @@ class Ledger:
     def add(self, name: str, start_ns: int, end_ns: int) -> None:
         """A part other than an action's."""
         self._parts.append((name, start_ns, end_ns))
+
+    def put_in_place(self, took: Mapping[str, float]) -> None:
+        """Stages that were missing, and what the lease waited for each."""
+        for name, seconds in took.items():
+            self.stages[name] = float(seconds)
+            if isinstance(seconds, Fetched):
+                self.fetched[name] = seconds.fetch_s
 
     def record(self, action: ActionRecord) -> None:
         recent = self._recent
@@ -272,6 +281,7 @@ class Ledger:
                 **({"wanted": [[stage.name, stage.key] for stage in self.wanted]} if self.wanted else {}),
                 "hit": asdict(self.hit) if self.hit is not None else None,
                 "stages": self.stages,
+                **({"fetched": self.fetched} if self.fetched else {}),
                 "resets": self.resets,
                 "unenforced": [asdict(limit) for limit in self.unenforced],
                 "total_ns": self._total_ns(),
@@ -310,7 +320,7 @@ class Ledger:
         if self.hit is not None:
             yield f"  hit: {self.hit.kind}{f' from {self.hit.start}' if self.hit.start else ''}{_waited(self.hit)}"
         for name, seconds in self.stages.items():
-            yield f"  built: {name} in {seconds:.3f} s"
+            yield f"  {'fetched' if name in self.fetched else 'built'}: {name} in {seconds:.3f} s"
         for names, reason, remedy in said_together(self.unenforced):
             yield f"  not enforced: {names} ({reason}); {remedy}"
 

@@ -43,6 +43,21 @@ class Stage:
     """Whether another machine's layer of the same key would be the same; false for everything over `host` or `dir:`."""
 
 
+class Fetched(float):
+    """The seconds that a caller waited for a stage that came from another node, where any other number is of one that was built."""
+
+    fetch_s: float
+    """Of them, those of the fetch itself: the rest was spent waiting for the node that built it."""
+
+    def __new__(cls, seconds: float, fetch_s: float) -> Fetched:
+        made = super().__new__(cls, seconds)
+        made.fetch_s = fetch_s
+        return made
+
+    def __reduce__(self) -> tuple[type[Fetched], tuple[float, float]]:
+        return Fetched, (float(self), self.fetch_s)
+
+
 def stages_of(spec: EnvSpec, image: Identity) -> tuple[Stage, ...]:
     """The rungs that this spec needs, lowest first. One without a repository or set-up has no such rung."""
     rungs = [_stage("base", {}, None, is_portable=True)]

@@ -8,6 +8,8 @@ import functools
 import json
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,31 @@ def syncfs(fd: int) -> None:
 
 def begin_writing(fd: int, offset: int, length: int) -> None:
     """Have the kernel begin to write what is in memory of a part of a file, so that there is less to wait for when all is synced. Never fails."""
-    with contextlib.suppress(AttributeError):  # a library without it
-        _sync_file_range(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
+    call = _sync_file_range()
+    if call is not None:
+        call(fd, offset, length, _SYNC_FILE_RANGE_WRITE)
 
 
 _SYNC_FILE_RANGE_WRITE = 2
 
 
-def _sync_file_range(fd: int, offset: int, length: int, flags: int) -> None:
-    call = _libc().sync_file_range
-    call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    call(fd, offset, length, flags)
+@functools.cache
+def _sync_file_range() -> Callable[[int, int, int, int], object] | None:
+    """None in a library without it."""
+    call = getattr(_libc(), "sync_file_range", None)
+    if call is not None:
+        call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return call
+
+
+@contextlib.contextmanager
+def syncing(directory: Path) -> Iterator[Callable[[], None]]:
+    """Have the file system below written to the disk while the block goes on. What it gives returns when that is done, or raises what kept it off.
+
+    Covers what was written before the block.
+    """
+    with opened(directory) as fd, ThreadPoolExecutor(1, thread_name_prefix="untax-sync") as pool:
+        yield pool.submit(syncfs, fd).result
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from untax.core.errors import StageError, StageFailed, StageUnavailable, UsageEr
 from untax.core.root import ImageConfig, Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Repo
-from untax.core.stage import WORKDIR, Identity, Stage, key_of, stages_of
+from untax.core.stage import WORKDIR, Fetched, Identity, Stage, key_of, stages_of
 from untax.layers import deps, sources
 from untax.layers._flights import Flights
 from untax.layers._held import alone, blocking, held
@@ -57,10 +57,18 @@ class Workshop(Protocol):
         """
 
 
+class Obtained(NamedTuple):
+    """A stage that came from another store."""
+
+    record: StageRecord
+    fetch_s: float
+    """Without the wait for whoever built it."""
+
+
 class StageSource(Protocol):
     """Where a stage that is not here may be had without building it; given by whoever knows of other stores."""
 
-    def obtain(self, stage: Stage, progress: Progress) -> AbstractAsyncContextManager[StageRecord | None]:
+    def obtain(self, stage: Stage, progress: Progress) -> AbstractAsyncContextManager[Obtained | None]:
         """A record of this stage, whose layers are in the store by now and held for it; None when it is to be built here.
 
         While the block lasts nobody else in reach builds it; how the block ends is told to those who wait for it.
@@ -74,7 +82,7 @@ class Prepared:
     root: Root
     stages: tuple[Stage, ...]
     built: Mapping[str, float]
-    """Stages that were missing and were built in this process while the caller waited, with the seconds each took."""
+    """Stages that were missing and were put in place by this process while the caller waited, with the seconds each took (`Fetched`, if it came)."""
     pin: Pin
 
 
@@ -101,7 +109,7 @@ class _Made:
     record: StageRecord
     pin: Pin
     seconds: float | None = None
-    """What building it took, when it was built here."""
+    """What putting it in place took, when that was done here."""
 
 
 class _Parts(NamedTuple):
@@ -264,11 +272,15 @@ class Stages:
             async with self.source.obtain(stage, progress) as found:
                 if found is None:
                     made = await self._build(stage, parts)
+                    took: float = (self._clock() - began_ns) / 1e9  # with the question whether anybody has it
                 else:
                     # What it is, is for this spec to say, whoever built it.
-                    record = replace(found, key=stage.key, name=stage.name, parent=stage.parent, recipe=stage.recipe, is_portable=True)
-                    made = await blocking(functools.partial(self._put, record, (self._clock() - began_ns) / 1e9), undo=_close)
-            return made
+                    record = replace(
+                        found.record, key=stage.key, name=stage.name, parent=stage.parent, recipe=stage.recipe, is_portable=True
+                    )
+                    took = Fetched((self._clock() - began_ns) / 1e9, found.fetch_s)
+                    made = await blocking(functools.partial(self._put, record, took), undo=_close)
+            return replace(made, seconds=took)
         except BaseException:
             _close(made)
             raise

@@ -26,6 +26,7 @@ from untax.layers._descent import Descent, walk
 _VERSION = b"untax tree 1\0"
 BLOCK = 1 << 16  # bytes; of zeros it counts as a hole, so that a sparse copy and a full one are one content
 _ZEROS = bytes(BLOCK)
+_WINDOW = 4 * BLOCK  # bytes that are read at a time: still in the processor's own cache when they are hashed
 _LARGE = 1 << 20  # bytes; from here on a file is worth a thread of its own
 _THREADS = min(4, os.cpu_count() or 1)
 _AHEAD = 64  # rows that may wait for a large file before them; each holds a descriptor
@@ -201,11 +202,21 @@ def attributes_hash(attributes: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def _file(pool: ThreadPoolExecutor, within: int, name: bytes, st: os.stat_result, known: Known) -> bytes | _Reading:
-    fd = _open_file(within, name, st)
     contents = known.get((st.st_ino, st.st_size, st.st_mtime_ns))
+    if contents is not None and not _has_attributes(within, name):
+        return _contents_row(name, st, contents, b"")  # not even opened: a layer that came from elsewhere has thousands of them
+    fd = _open_file(within, name, st)
     if st.st_size >= _LARGE and st.st_blocks and contents is None:
         return _Reading(pool.submit(_file_row, fd, name, st), fd)
     return _file_row(fd, name, st, contents)
+
+
+def _has_attributes(within: int, name: bytes) -> bool:
+    """Whether it has any extended attribute at all, or that cannot be told."""
+    try:
+        return bool(os.listxattr(b"/proc/self/fd/%d/%s" % (within, name), follow_symlinks=False))
+    except OSError:
+        return True
 
 
 def _open_file(within: int, name: bytes, st: os.stat_result) -> int:
@@ -226,10 +237,13 @@ def _open_file(within: int, name: bytes, st: os.stat_result) -> int:
 
 def _file_row(fd: int, name: bytes, st: os.stat_result, contents: str | None = None) -> bytes:
     try:
-        found = contents or _contents(fd, st)
-        return _row(b"f", name, st, b"%d %d %s" % (st.st_mtime_ns, st.st_size, found.encode()), _attributes(fd))
+        return _contents_row(name, st, contents or _contents(fd, st), _attributes(fd))
     finally:
         os.close(fd)
+
+
+def _contents_row(name: bytes, st: os.stat_result, contents: str, attributes: bytes) -> bytes:
+    return _row(b"f", name, st, b"%d %d %s" % (st.st_mtime_ns, st.st_size, contents.encode()), attributes)
 
 
 def _contents(fd: int, st: os.stat_result) -> str:
@@ -246,19 +260,24 @@ class ContentsOf:
         self._size = size
         self._is_sparse = is_sparse
         self._total = hashlib.sha256()
+        self._window = memoryview(bytearray(min(_WINDOW, size)))
         self.at = 0
 
     def read_to(self, end: int) -> None:
         """As far as `end`, which is a multiple of a block or the file's own: what is behind it may still have to be written."""
         while self.at < end:
-            if self._is_sparse and (data := _next_data(self._fd, self.at, self._size)) > self.at:
-                self.at = min(data, end)
-                continue
-            length = min(BLOCK, end - self.at)
-            block = os.pread(self._fd, length, self.at)
-            if len(block) != length:
+            length = min(_WINDOW, end - self.at)
+            if self._is_sparse:
+                data, hole = _next_data(self._fd, self.at, self._size)
+                if data > self.at:
+                    self.at = min(data, end)
+                    continue
+                length = min(length, hole - self.at)
+            window = self._window[:length]
+            if os.preadv(self._fd, [window], self.at) != length:
                 raise OSError(errno.EIO, f"{os.fsdecode(os.readlink(f'/proc/self/fd/{self._fd}'))} changed while it was read")
-            _count(self._total, self.at, block)
+            for at in range(0, length, BLOCK):
+                _count(self._total, self.at + at, window[at : at + BLOCK])
             self.at += length
 
     def hexdigest(self) -> str:
@@ -273,19 +292,22 @@ def contents_of(data: memoryview) -> str:
     return total.hexdigest()
 
 
-def _count(total: hashlib._Hash, at: int, block: bytes | memoryview) -> None:
-    if block != _ZEROS[: len(block)]:
+def _count(total: hashlib._Hash, at: int, block: memoryview) -> None:
+    # A view is compared byte by byte in steps of Python's, so only what may be all zeros is, and as bytes.
+    if block[0] or block[-1] or bytes(block) != _ZEROS[: len(block)]:
         total.update(at.to_bytes(8, "little"))
         total.update(block)
 
 
-def _next_data(fd: int, at: int, size: int) -> int:
-    """The beginning of the block, from `at` on, in which there is data again."""
+def _next_data(fd: int, at: int, size: int) -> tuple[int, int]:
+    """The beginning of the block, from `at` on, in which there is data again, and that of the next block in which there is none."""
     try:
         data = os.lseek(fd, at, os.SEEK_DATA)
+        hole = os.lseek(fd, data, os.SEEK_HOLE)
     except OSError as exc:
-        return size if exc.errno == errno.ENXIO else at  # nothing but a hole up to the end
-    return max(at, data // BLOCK * BLOCK)
+        # Nothing but a hole up to the end; or a file system that does not tell.
+        return (size if exc.errno == errno.ENXIO else at), size
+    return max(at, data // BLOCK * BLOCK), -(-hole // BLOCK) * BLOCK
 
 
 # ---- what differs ----

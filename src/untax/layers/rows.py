@@ -77,8 +77,12 @@ def _unpacked(packed: bytes) -> Iterator[bytes]:
         raise _refused(f"its list of entries is damaged ({exc})") from None
     if len(data) > MOST_BYTES or not unpacker.eof or unpacker.unused_data:
         raise _refused("its list of entries does not end, or ends too late")
-    at = 0
+    at = count = 0
     while at < len(data):
+        count += 1
+        if count > 2 * MOST_ROWS:
+            # Before they are all in memory: an empty one takes four bytes here, and more there.
+            raise _refused(f"more than {MOST_ROWS} entries")
         begin = at + 4
         at = begin + int.from_bytes(data[at:begin], "little")
         if at > len(data) or begin > len(data):

@@ -28,8 +28,8 @@ from untax._remove import remove_tree
 from untax.core.errors import StageFailed, StageUnavailable, UsageError
 from untax.layers import eviction, spares
 from untax.layers._about import Rows, difference, facts_in, rows_in, seal_in, seal_now, which, write_facts
-from untax.layers._durable import fsync_directory, read_json, replace_whole, syncfs, write_synced
-from untax.layers._flock import flocked, open_lock, opened, try_exclusive
+from untax.layers._durable import fsync_directory, read_json, replace_whole, syncing, write_synced
+from untax.layers._flock import flocked, open_lock, try_exclusive
 from untax.layers._holds import Holds
 from untax.layers._records import Records
 from untax.layers.digest import Known, TreeDigest, digest_tree
@@ -451,18 +451,18 @@ class LayerStore:
 
     def _publish(self, draft: Draft, expect: str | None, known: Known | None) -> Layer:
         path = draft._path
-        with opened(draft.tree) as fd:
-            syncfs(fd)
-        rows = Rows()
-        found = digest_tree(draft.tree, rows.add, known)
-        if expect is not None and found.id != expect:
-            raise StageFailed(_WHO, f"what was to be layer {expect} is {found.id}")
-        target = self._tree_of(found.id)
-        if not target.is_dir():
-            self._require_room(found.bytes)
-        write_synced(path / "rows", rows.packed())
-        write_facts(path, self.marks, found.bytes, found.entries)
-        fsync_directory(path)
+        with syncing(draft.tree) as wait_synced:  # the disk has its time while the processors hash
+            rows = Rows()
+            found = digest_tree(draft.tree, rows.add, known)
+            if expect is not None and found.id != expect:
+                raise StageFailed(_WHO, f"what was to be layer {expect} is {found.id}")
+            target = self._tree_of(found.id)
+            if not target.is_dir():
+                self._require_room(found.bytes)
+            write_synced(path / "rows", rows.packed())
+            write_facts(path, self.marks, found.bytes, found.entries)
+            fsync_directory(path)
+            wait_synced()
         while True:
             try:
                 os.rename(path, target)

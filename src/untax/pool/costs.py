@@ -1,7 +1,7 @@
 """What each step has been measured to cost, and what it is expected to cost next time.
 
 Steps are learnt by name: a stage by its key, and by its rung for keys never built here; what a substrate does by the
-operation. Recent measurements count more. Before the first one there is a guess, of the right order and no more.
+operation. A stage that comes from another node costs something else than one that is built, and is learnt apart. Recent measurements count more. Before the first one there is a guess, of the right order and no more.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ _GUESSES: Mapping[str, float] = {
     "deps": 30.0,
     "snapshot": 0.0,
 }
+FETCH = "fetch "  # before the name of a rung, and before a key
+FETCH_SHARE = 0.1  # of what building takes, before any fetch was measured: a layer at the speed of a disk or a network
 
 
 class Costs:
@@ -61,6 +63,16 @@ class Costs:
         """As `of_stage`, and None where this very stage was never put in place."""
         return self._by_key.get(stage.key)
 
+    def of_fetch(self, stage: Stage) -> float:
+        """Of having this rung come from a node that has it."""
+        known = self.known_fetch(stage)
+        return known if known is not None else FETCH_SHARE * self.of_stage(stage)
+
+    def known_fetch(self, stage: Stage) -> float | None:
+        """As `of_fetch`, and None where no stage of this rung ever came."""
+        known = self._by_key.get(FETCH + stage.key)
+        return known if known is not None else self._by_name.get(FETCH + stage.name)
+
     def has_name(self, name: str) -> bool:
         """Whether a step of this name was ever measured."""
         return name in self._by_name
@@ -71,9 +83,18 @@ class Costs:
         self._learn(operation, seconds)
 
     def observe_stage(self, stage: Stage, seconds: float) -> None:
+        """It was built."""
         self._learn(stage.name, seconds)
+        self._learn_key(stage.key, seconds)
+
+    def observe_fetch(self, stage: Stage, seconds: float) -> None:
+        """It came from another node, without the wait for whoever built it."""
+        self._learn(FETCH + stage.name, seconds)
+        self._learn_key(FETCH + stage.key, seconds)
+
+    def _learn_key(self, key: str, seconds: float) -> None:
         self.learnt_stages += 1
-        self._by_key[stage.key] = _blend(self._by_key.pop(stage.key, None), seconds)
+        self._by_key[key] = _blend(self._by_key.pop(key, None), seconds)
         if len(self._by_key) > _MOST_KEYS:
             self._by_key.popitem(last=False)
 

@@ -2,7 +2,8 @@
 
 A node's view is what it last said of itself: what is idle and how warm, which layers lie there, what is starting, what its own steps were
 measured to cost; and what whoever asks knows of it: how far away it is, whether it refused a moment ago. All of it may be outdated
-by the time the lease gets there. So the answer is not one node but all that could take it, best first: the next is asked when one refuses.
+by the time the lease gets there. A stage that a node lacks and another has comes from there, if it is the same on every machine; one that another is
+building is waited for, and then comes. So the answer is not one node but all that could take it, best first: the next is asked when one refuses.
 
 Ways that differ by less than anybody could measure are equal; the caller's own is among them where one is idle with everything in place and not later by more than its actions save. Among equals comes first, where stages are to be built, the node with more room for them,
 so that one does not evict what others would have had room for; then the one with fewer leases for each of its processors; then the
@@ -22,7 +23,7 @@ from zlib import crc32
 
 from untax.core.spec import is_as_strong
 from untax.core.stage import Stage
-from untax.pool.costs import Costs, Operation
+from untax.pool.costs import FETCH_SHARE, Costs, Operation
 from untax.pool.placement import Choice, Fleet, Node, choose
 
 # Learnt costs of equal nodes differ by about this much from run to run: a warm lease by tenths of a millisecond, longer steps by a tenth.
@@ -36,6 +37,8 @@ _CROWDED_S = 0.002
 # An action on the caller's own node takes a quarter of a millisecond less than elsewhere, and a rollout has dozens of them.
 _NEAR_S = 0.01
 _CLEAR = 2.0  # times sooner, for a lease to leave the line in which it waits
+# Where the room for layers is taken, what is put in place drives out about as much of something else, which is wanted again as often as not.
+_FILLED, _EVICTED = 0.9, 0.5
 
 
 @dataclass(slots=True)
@@ -157,12 +160,14 @@ def rank(
     nodes know them: what exists on one machine only has another key on each. `salt` is the caller's own, for the order among equals. With `most`, so
     many of them: the same ones, in less time.
     """
-    fit = [view for view in views if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
+    known = list(views)
+    fit = [view for view in known if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
     idlest, emptiest = min((view.busy for view in fit), default=0.0), min((view.crowd for view in fit), default=0.0)
+    around = _around(wanted, known)
     found: list[_Found] = []
     others: list[_Found] = []
     for view in fit:
-        one = _Found(view, chains.get(view.node, wanted) if chains else wanted, usual, now_s)
+        one = _Found(view, chains.get(view.node, wanted) if chains else wanted, _OfNode(view, usual, now_s, around))
         one.more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S + int(view.crowd - emptiest) * _CROWDED_S
         (found if one.is_at_once() else others).append(one)
     if most is not None and len(found) > most:
@@ -174,20 +179,16 @@ def rank(
     return _ordered(found + others, here, salt, most, emptiest)
 
 
-def better(waiting: NodeView, waited_s: float, ranked: Sequence[Ranked]) -> Ranked | None:
-    """Where a lease that waits at one node would be served so much sooner by now that it is worth asking there; None to stay.
+def is_better(other: Ranked, waiting: NodeView, waited_s: float) -> bool:
+    """Whether a lease that waits at one node would be served so much sooner at another by now that it is worth asking there.
 
     How long it would still wait is not known. Leases end in turn, each of them lasts about as long as the commands of a rollout take, and who has
     waited for long waits for as long again. Where its node has room, its turn has come or is about to.
     """
-    if waiting.free_sandboxes >= 1 and waiting.free_mib > 0:
-        return None
+    if other.is_full or other.view.avoided_s > 0 or (waiting.free_sandboxes >= 1 and waiting.free_mib > 0):
+        return False
     left_s = max(waited_s, _ACTING_S * max(1, waiting.waiting) / max(1, waiting.leased))
-    for one in ranked:
-        if one.node != waiting.node:
-            is_clear = not one.is_full and not one.view.avoided_s and _CLEAR * one.expected_s + _EQUAL_S < left_s
-            return one if is_clear else None
-    return None
+    return _CLEAR * other.expected_s + _EQUAL_S < left_s
 
 
 # ---- one node ----
@@ -198,14 +199,14 @@ class _Found:
 
     __slots__ = ("_costs", "expected_s", "has_missing", "is_exact", "is_full", "more_s", "view", "wanted")
 
-    def __init__(self, view: NodeView, wanted: Sequence[Stage], usual: Costs | None, now_s: float) -> None:
+    def __init__(self, view: NodeView, wanted: Sequence[Stage], costs: Costs) -> None:
         self.view = view
         self.wanted = wanted
         self.more_s = 0.0
         """What beside the way counts as if it took so long."""
         self.expected_s = 0.0
         self.is_exact = self.is_full = self.has_missing = False
-        self._costs = _OfNode(view, usual, now_s)
+        self._costs = costs
 
     def is_at_once(self) -> bool:
         """Whether one with everything in place is idle there, so that nothing else is quicker; it is then found."""
@@ -244,6 +245,8 @@ class _Found:
                 best_s, best, is_idle = way_s, rung, False
             if rung >= 0:
                 missing_s += costs.of_stage(wanted[rung])
+        if view.filled >= _FILLED:
+            self.more_s += _EVICTED * sum(costs.of_stage(stage) for stage in wanted[best + 1 :])
         self.expected_s = best_s + self.more_s
         self.has_missing = best < len(wanted) - 1
         self.is_exact = is_idle and not self.has_missing
@@ -285,31 +288,75 @@ class _One(Fleet):
         return f"{node}:{key}"  # which one it will be is that node's business
 
 
+@dataclass(slots=True)
+class _Whereabouts:
+    """Of one stage that can travel."""
+
+    stored: list[str] = field(default_factory=list)
+    """The nodes that have it."""
+    building: dict[str, float] = field(default_factory=dict)
+    """The nodes that are putting it in place, and since when."""
+
+
+def _around(wanted: Sequence[Stage], views: Sequence[NodeView]) -> dict[str, _Whereabouts]:
+    """By key. Those that take no lease give layers all the same."""
+    found: dict[str, _Whereabouts] = {}
+    for stage in wanted:
+        if not stage.is_portable or stage.name == "base":
+            continue
+        plain = stage.key.partition("~")[0]
+        where = found[stage.key] = _Whereabouts()
+        for view in views:
+            if plain in view.stored and not view.trouble:
+                where.stored.append(view.node)
+            elif stage.key in view.building:
+                where.building[view.node] = view.building[stage.key]
+    return found
+
+
 class _OfNode(Costs):
     """A node's own costs; what it has not measured costs there what it costs elsewhere, and what is being built what is left of that."""
 
-    def __init__(self, view: NodeView, usual: Costs | None, now_s: float) -> None:
+    def __init__(self, view: NodeView, usual: Costs | None, now_s: float, around: Mapping[str, _Whereabouts]) -> None:
         self._view = view
         self._usual = usual if usual is not None else view.costs
         self._now_s = now_s
+        self._around = around
 
     def of(self, operation: Operation) -> float:
         known = self._view.costs.known(operation)
         return known if known is not None else self._usual.of(operation)
 
     def of_stage(self, stage: Stage) -> float:
-        view = self._view
-        own, usual = view.costs, self._usual
+        """Of putting it in place: of having it come, where there is a node that has it, and of building it otherwise."""
+        where = self._around.get(stage.key)
+        is_coming = where is not None and any(node != self._view.node for node in where.stored)
+        known = self.of_fetch(stage) if is_coming else self._of_building(stage)
+        since_s = self._view.building.get(stage.key)
+        if since_s is not None:
+            return self._left(known, since_s)
+        if is_coming or where is None or not where.building:
+            return known
+        return self._left(known, min(where.building.values())) + self.of_fetch(stage)
+
+    def of_fetch(self, stage: Stage) -> float:
+        for costs in (self._view.costs, self._usual):
+            if (known := costs.known_fetch(stage)) is not None:
+                return known
+        return FETCH_SHARE * self._of_building(stage)
+
+    def _of_building(self, stage: Stage) -> float:
+        own, usual = self._view.costs, self._usual
         known = own.known_stage(stage)
         if known is None:
             known = usual.known_stage(stage)
         if known is None:
             known = own.of_stage(stage) if own.has_name(stage.name) else usual.of_stage(stage)
-        since_s = view.building.get(stage.key)
-        if since_s is None:
-            return known
+        return known
+
+    def _left(self, known: float, since_s: float) -> float:
         # Somebody else's, which goes on whatever the load is: `choose` is to come to just what is left.
-        return max(0.0, known - (self._now_s - since_s)) / (1.0 + view.load)
+        return max(0.0, known - (self._now_s - since_s)) / (1.0 + self._view.load)
 
 
 # ---- all of them ----

@@ -226,7 +226,13 @@ class Operations:
         owner.pins[pin_id] = prepared.pin
         if owner.is_over:
             prepared.pin.close()
-        body = {"root": prepared.root, "stages": prepared.stages, "built": prepared.built, "pin": pin_id, "pinned": prepared.pin.ids}
+        body = {
+            "root": prepared.root,
+            "stages": prepared.stages,
+            "built": {name: float(seconds) for name, seconds in prepared.built.items()},
+            "pin": pin_id,
+            "pinned": prepared.pin.ids,
+        }
         return Outcome(body)
 
     async def op_unpin(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002

@@ -52,6 +52,10 @@ class Fleet(Engine):
         return self._inner.members
 
     @property
+    def wanted(self) -> int:
+        return self._inner.wanted
+
+    @property
     def refusals(self) -> tuple[Refusal, ...]:
         return self._inner.refusals
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from ray.exceptions import ActorDiedError
 
+from untax.cluster.gauge import Gauge
 from untax.cluster.terms import Member
 from untax.core.errors import UsageError
 
@@ -25,11 +26,12 @@ class FakeRay:
         self.named = {}
         self.stored = {}
         self.killed = []
+        self.asked = []
         self.util = SimpleNamespace(list_named_actors=self._list)
         self.internal_kv = SimpleNamespace(_internal_kv_put=self._put, _internal_kv_list=self._keys, _internal_kv_del=self._delete)
 
     def join(self, node_id):
-        self.alive[node_id] = {"NodeID": node_id, "NodeManagerAddress": f"address-of-{node_id}", "Alive": True}
+        self.alive[node_id] = {"NodeID": node_id, "NodeManagerAddress": f"address-of-{node_id}", "Alive": True, "Resources": {"CPU": 4.0}}
 
     def nodes(self):
         return list(self.alive.values())
@@ -39,6 +41,11 @@ class FakeRay:
         made = self.named[name] = Handle(self, name)
         made.actor = made.context.run(kind, *args, **kwargs)
         return made
+
+    async def ask(self, size):
+        """In place of the autoscaler's."""
+        self.asked.append(size)
+        return True
 
     # ---- what the modules use ----
 
@@ -63,7 +70,7 @@ class FakeRay:
         self.loop.call_soon_threadsafe(handle.die)
 
     def get_runtime_context(self):
-        return SimpleNamespace(current_actor=_current.get())
+        return SimpleNamespace(current_actor=_current.get(), was_current_actor_reconstructed=False)
 
     def _list(self, *, all_namespaces):
         assert all_namespaces
@@ -129,6 +136,8 @@ class FakeAgent:
         self.plan, self.post = plan, post
         self.member = None
         self.is_draining = False
+        self.leases = 0
+        self.gauge = Gauge()
         self.idle = asyncio.Event()
         self.idle.set()
 

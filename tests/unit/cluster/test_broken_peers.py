@@ -1,232 +1,89 @@
 """A node of the fleet that is broken, or hostile, takes nothing from the others but what it asked for: no stage, no thread, no lease's time."""
 
-import base64
 import contextlib
-import functools
-import json
 import os
+import random
 import struct
 import threading
-import zlib
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.transfers import MARKS, Node, contexts, dialer, meet, serving, stores
-from tests.unit.cluster.test_rows import TOP, UP, entry, file
+from tests.transfers import ODD_DATA, SOON_S, Node, dialer, key_owned_by, meet, publish, serving, stores
 
-from untax.cluster.transfer import fetch, serve, wire
-from untax.cluster.transfer.arrival import Arrival, Mismatch, read_map
-from untax.cluster.transfer.claims import owners
-from untax.cluster.transfer.errand import Errand
-from untax.cluster.transfer.fetch import Fetch, Throttle
-from untax.cluster.transfer.outgoing import Outgoing
-from untax.cluster.transfer.pace import Wanted
-from untax.cluster.transfer.plan import CHUNK_BYTES, Piece
-from untax.cluster.transfer.spread import Budget
-from untax.cluster.transfer.wire import PeerFault, Refused, Wires
-from untax.core.errors import StageError, StageFailed, StageUnavailable
-from untax.layers.digest import attributes_hash, id_of_rows
+from untax.cluster.transfer import copy, serve, wire
+from untax.cluster.transfer.errand import Errand, kind_of
+from untax.cluster.transfer.fetch import Fetch
+from untax.cluster.transfer.plan import CHUNK_BYTES
+from untax.cluster.transfer.spread import Budget, Heat, orders
+from untax.cluster.transfer.wire import PeerFault, Refused
+from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers.store import StageRecord
 
-SOON_S = 30.0  # for what takes an instant, on a machine that has other things to do
-
-
-@pytest.fixture(scope="module")
-def trust(tmp_path_factory):
-    return contexts(tmp_path_factory.mktemp("trust"))
-
-
-@pytest.fixture
-def two(tmp_path):
-    with stores(tmp_path, "there", "here") as opened:
-        yield opened
-
-
-def publish(store, files):
-    with store.draft() as draft:
-        for name, data in files.items():
-            (draft.tree / name).write_bytes(data)
-        return draft.publish()
-
-
-def packed(rows):
-    return zlib.compress(b"".join(len(row).to_bytes(4, "little") + row for row in rows))
-
-
-def rest_of(value):
-    return zlib.compress(json.dumps(value).encode())
-
-
-class Made:
-    """A layer that its author made up: rows with an id that fits, and whatever goes with them."""
-
-    def __init__(self, rows, rest):
-        own = [_own(row) for row in rows]
-        self.id = id_of_rows(own)
-        self.packed_rows = packed(own)
-        self.rest = rest_of(rest)
-
-    def arrival(self, place):
-        return Arrival(place, self.id, self.packed_rows, self.rest, MARKS, may_climb=True)
-
-    def send_chunk(self, wire, number):
-        wire.send({"map": 4, "bytes": 0})  # nothing but a hole
-        wire.send_bytes(bytes(4))
-
-
-def _own(row):
-    """Of this user, who could give it to nobody else."""
-    fields = row.split(b"\0")
-    if len(fields) == 8:
-        fields[3:5] = (b"%d" % os.geteuid(), b"%d" % os.getegid())
-    return b"\0".join(fields)
-
-
-class Anything:
-    """A store that has whatever is asked for."""
-
-    def __init__(self, store):
-        self._store = store
-
-    def pin(self, ids):
-        return self._store.pin(())
-
-
-def fetched(here, store, trust, made):
-    with serving(Anything(store), trust[0], prepared={made.id: made}) as peer:
-        return Fetch(here, dialer(trust[1])).layer(made.id, [peer])
-
-
-# ---- what it says that a layer is ----
-
-
-def test_a_layer_of_an_impossible_size_evicts_nothing(two, trust):
-    """Neither by what it says of itself, nor by rows that it made up: what there could never be room for is refused, and the store stays as it was."""
-    there, here = two
-    kept = publish(here, {"kept": b"of a stage that nobody uses at the moment"})
-    here.put_stage(StageRecord("kept", "deps", None, (kept.id,)))
-    layer = publish(there, {"file": b"x" * 1000})
-    honest = Outgoing(there, layer.id)
-    rest = json.loads(zlib.decompress(honest.rest))
-    honest.rest = rest_of({**rest, "stored": 10**18})
-    with serving(there, trust[0], prepared={layer.id: honest}) as peer:
-        assert Fetch(here, dialer(trust[1])).layer(layer.id, [peer]).id == layer.id
-    assert here.stage("kept") is not None
-
-    giant = Made([TOP, file(b"giant", size=1 << 50), UP], {"times": [0], "attributes": {}, "stored": 10**18})
-    with pytest.raises(StageUnavailable, match="full"):
-        fetched(here, there, trust, giant)
-    assert here.stage("kept") is not None
-
-
-WITH_ONE = [TOP, file(b"a"), UP]
-
-
-@pytest.mark.parametrize(
-    "rest",
-    [
-        None,
-        [],
-        {},
-        {"times": 7, "attributes": {}, "stored": 0},
-        {"times": [], "attributes": {}, "stored": 0},
-        {"times": [0, 0], "attributes": {}, "stored": 0},
-        {"times": [float("inf")], "attributes": {}, "stored": 0},
-        {"times": [float("nan")], "attributes": {}, "stored": 0},
-        {"times": [1 << 80], "attributes": {}, "stored": 0},
-        {"times": [None], "attributes": {}, "stored": 0},
-        {"times": [0], "attributes": {}, "stored": -1},
-        {"times": [0], "attributes": {}, "stored": float("inf")},
-        {"times": [0], "attributes": {}, "stored": "many"},
-        {"times": [0], "attributes": [], "stored": 0},
-        {"times": [0], "attributes": {"7": [["user.a", ""]]}, "stored": 0},
-        {"times": [0], "attributes": {"-1": [["user.a", ""]]}, "stored": 0},
-        {"times": [0], "attributes": {"99999999999999999999": []}, "stored": 0},
-        {"times": [0], "attributes": {"x": []}, "stored": 0},
-        {"times": [0], "attributes": {"1": [["user.a", ""]]}, "stored": 0},
-        {"times": [0], "attributes": {"1": [["user.\ud800", ""]]}, "stored": 0},
-        {"times": [0], "attributes": {"1": [["user.a", "not base64"]]}, "stored": 0},
-        {"times": [0], "attributes": {"1": [["user.a", 7]]}, "stored": 0},
-        {"times": [0], "attributes": {"1": ["ab", "c"]}, "stored": 0},
-        {"times": [0], "attributes": {"1": 7}, "stored": 0},
-    ],
-    ids=str,
-)
-def test_what_goes_with_the_rows_is_held_to_them(two, trust, rest):
-    """Whatever it is, the answer is a refusal of ours: not an error that nobody expects, which would end whoever fetches."""
-    there, here = two
-    with pytest.raises(StageFailed, match="refused"):
-        fetched(here, there, trust, Made(WITH_ONE, rest))
-    assert here.layers() == []
-
-
-def with_attribute(row, name, value):
-    made = row.split(b"\0")
-    made[6] = attributes_hash([(name, value)])
-    rows = [TOP, b"\0".join(made), UP]
-    times = [0] * (1 if row.startswith(b"f\0") else 2)
-    return Made(rows, {"times": times, "attributes": {"1": [[name, base64.b64encode(value).decode()]]}, "stored": 0})
-
-
-@pytest.mark.parametrize(
-    "made",
-    [
-        with_attribute(file(b"a"), "security.capability", b"no capability"),
-        with_attribute(entry(b"l", b"a", what=b"b"), "user.of-a-link", b"x"),
-        with_attribute(file(b"a"), "user." + "n" * 300, b"x"),
-        with_attribute(file(b"a"), "user.a", b"x" * 70_000),
-        Made([TOP, file(b"a", size=1 << 45), UP], {"times": [0], "attributes": {}, "stored": 0}),
-    ],
-    ids=["capability", "link", "name", "value", "size"],
-)
-def test_what_this_file_system_cannot_have_is_left_for_the_next_node(two, trust, made):
-    """The fault of one layer, and no reason to take the store for broken, or its disk for full."""
-    there, here = two
-    try:
-        fetched(here, there, trust, made)
-    except StageError as exc:
-        assert "refused" in exc.message or "cannot be made here" in exc.message or "what was to be" in exc.message
-        assert exc.stage in ("layer", "store")
-        assert here.layers() == []
-    else:
-        here.verify(made.id)  # there are some that can
-
-
-def test_a_million_giants_that_are_all_hole_take_no_memory(two):
-    """What a workload can make in a second must not make a node list four thousand parts of each."""
-    rows = [TOP, *(file(b"%07d" % number, size=1 << 40) for number in range(2000)), UP]
-    with pytest.raises(StageFailed, match="parts"):
-        Made(rows, {}).arrival(two[1].arrivals / "x")
-
-
-@settings(max_examples=300, deadline=None)
-@given(data=st.binary(max_size=200), lengths=st.lists(st.integers(1, 1 << 40), min_size=1, max_size=5))
-def test_a_map_stays_inside_its_pieces(data, lengths):
-    pieces = tuple(Piece(number, 0, length) for number, length in enumerate(lengths))
-    with contextlib.suppress(Mismatch):
-        for piece, extents in zip(pieces, read_map(memoryview(data), pieces), strict=True):
-            ends = [0, *(offset + size for offset, size in extents)]
-            assert all(offset >= end and size > 0 for (offset, size), end in zip(extents, ends, strict=False))
-            assert ends[-1] <= piece.length
-
-
-ODD = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4) | st.sampled_from(["0", "1", "2"]), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(rest=st.fixed_dictionaries({"times": st.lists(ODD, max_size=2) | ODD, "attributes": ODD, "stored": ODD}) | ODD)
-def test_whatever_goes_with_the_rows_is_a_refusal_or_fits(tmp_path_factory, rest):
-    with contextlib.suppress(StageFailed):
-        made = Made(WITH_ONE, rest).arrival(tmp_path_factory.getbasetemp() / "none")
-        assert 0 <= made.stored <= made.contents_bytes
-
-
 # ---- what it says of itself ----
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    said=st.lists(
+        st.fixed_dictionaries(dict.fromkeys(("key", "parent", "name", "uses", "bytes", "cost_s"), st.sampled_from(["k", "j"]) | ODD_DATA)),
+        max_size=6,
+    )
+)
+def test_whatever_is_said_to_be_hot_can_be_reckoned_with(said):
+    heats = [heat for one in said if (heat := Heat.from_data("one", one)) is not None]
+    assert sum(order.bytes for order in orders(heats, (), 1e9, 1.0)) <= 1e9
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"record": 7},
+        {"record": "[]"},
+        {"record": "{" * 100_000},
+        {"record": StageRecord("another", "repo", None, ()).to_json()},
+        {"record": StageRecord("key", "repo", None, (), is_portable=False).to_json()},
+        {"record": StageRecord("key", "repo", None, ()).to_json().replace('"adds": []', '"adds": ["../../etc"]')},
+        {"record": StageRecord("key", "repo", None, ()).to_json().replace('"parent": null', '"parent": "../x"')},
+        {"record": StageRecord("key", "repo", None, ()).to_json().replace('"log_tail": ""', '"log_tail": "\\ud800"')},
+        {"record": StageRecord("key", "repo", None, ("sha256-" + "0" * 64,)).to_json()},
+        {"error": {"a": 1}},
+    ],
+)
+def test_a_record_that_is_none_is_nobodys(tmp_path, trust, answer):
+    """Of a stage that is wanted: what one node says of it is no stage, so it is built here."""
+    node = Node("node", tmp_path, trust)
+    answer = {**answer, "kind": kind_of(node.store)}
+    with (
+        stores(tmp_path, "liar") as (store,),
+        serving(store, trust[0], node="liar", ops={"stage": lambda session, _said: session.wire.send(answer)}) as liar,
+    ):
+        node.transfer.meet([liar])
+        errand = Errand(node.transfer, "key", "repo", lambda *_: None)
+        try:
+            found = errand.look(node.transfer.peers())
+            assert not found or errand.bring(found) is None
+        finally:
+            errand.left()
+            node.close()
+
+
+def test_a_failure_with_a_log_that_nobody_printed_is_still_a_failure(tmp_path, trust):
+    node = Node("node", tmp_path, trust)
+
+    def claim(session, _said):
+        session.wire.send({"outcome": "failed", "holders": [], "message": "no such commit", "log": "\ud800 and \udcff"})
+
+    with stores(tmp_path, "liar") as (store,), serving(store, trust[0], node="liar", ops={"claim": claim}) as liar:
+        node.transfer.meet([liar])
+        errand = Errand(node.transfer, key_owned_by("liar", "node"), "repo", lambda *_: None)
+        try:
+            with pytest.raises(StageFailed, match="no such commit") as caught:
+                errand.begin()
+            assert b" and " in caught.value.log
+        finally:
+            errand.left()
+            node.close()
 
 
 def test_numbers_that_cannot_be_reckoned_with_do_not_end_the_spreading(tmp_path, trust, monkeypatch):
@@ -261,6 +118,26 @@ def test_numbers_that_cannot_be_reckoned_with_do_not_end_the_spreading(tmp_path,
         two.close()
 
 
+def test_a_stage_that_was_said_to_be_small_evicts_nothing_when_it_comes_ahead_of_demand(tmp_path, trust):
+    """Nor does it come for free: what it takes is counted, not what was said."""
+    one, two = Node("one", tmp_path, trust), Node("two", tmp_path, trust)
+    for node, key, mib in ((two, "kept", 2), (one, "large", 4), (one, "small", 1)):
+        layer = publish(node.store, {"file": os.urandom(mib << 20)})
+        node.store.put_stage(StageRecord(key, "deps", None, (layer.id,), cost_s=1.0))
+    one.transfer._server._ops["hot"] = lambda session, _said: session.wire.send(
+        {"hot": [Heat(key, "one", None, "deps", 9.0, 1, 1.0).to_data() for key in ("large", "small")]}
+    )
+    two.store.budget_bytes = 5 << 20
+    meet([one, two])
+    came = {order.key: two.transfer.ahead.bring(order) for order in two.transfer.ahead.look()}
+
+    assert came == {"large": False, "small": True}
+    assert {record.key for record in two.store.stages()} == {"kept", "small"}
+    assert two.transfer.ahead._brought["small"] >= 1 << 20
+    one.close()
+    two.close()
+
+
 @pytest.mark.parametrize("holders", [7, None, {"a": 1}, "one"])
 @pytest.mark.parametrize("outcome", ["granted", "there", "perhaps", None, ["there"]])
 def test_an_owner_that_answers_nonsense_is_passed_over(tmp_path, trust, outcome, holders):
@@ -293,10 +170,6 @@ def test_holders_that_are_no_names_are_nobody(tmp_path, trust):
         finally:
             errand.left()
             node.close()
-
-
-def key_owned_by(node, *others):
-    return next(key for key in (f"key-{number}" for number in range(1000)) if owners(key, (node, *others))[0] == node)
 
 
 # ---- what it asks ----
@@ -341,9 +214,33 @@ def test_a_question_that_is_none_is_refused_in_words(node, trust, said):
     with dialer(trust[1]).dial(node.peer) as one:
         one.send(said)
         with pytest.raises(Refused):
-            while one.answer().get("wait"):
-                pass
+            one.answer()
         assert one.ask("stage", key="key")["record"] is None, "and the next is answered"
+
+
+def test_whatever_is_asked_is_answered_or_ends_its_connection_alone(node, trust):
+    """Two thousand questions of known names and odd contents."""
+    chance = random.Random(20261117)
+    odd = [None, True, 0, -1, 1 << 70, 0.5, float("nan"), "", "key", "../x", "\ud800", [], ["node"], {}, {"a": 1}, "x" * 5000]
+    names = ("key", "layer", "chunk", "not_at", "holders", "outcome", "message", "log", "from", "is_known", "wait", "error")
+    one, answered, ended = dialer(trust[1]).dial(node.peer), 0, 0
+    for _ in range(2000):
+        op = chance.choice([*(name for name in node.transfer._server._ops if name != "beat"), None, [], "op"])
+        try:
+            one.send({"op": op, **{name: chance.choice(odd) for name in chance.sample(names, chance.randint(0, 5))}})
+            while one.receive(waits_s=SOON_S).get("wait"):
+                pass
+            answered += 1
+        except PeerFault:
+            ended += 1
+            one.close()
+            one = dialer(trust[1]).dial(node.peer)
+    one.close()
+
+    assert ended == 0
+    assert answered == 2000
+    assert is_served(node, trust)
+    assert node.store.layers() == node.store.stages() == []
 
 
 @pytest.mark.parametrize("number", [-1, 1, 1 << 70, True, 0.0, None, "0", [0]])
@@ -359,7 +256,7 @@ def test_a_chunk_that_there_is_not_is_refused(node, trust, number):
 
 def test_a_stage_said_to_be_at_a_thousand_odd_names_is_remembered_briefly(node, trust):
     with dialer(trust[1]).dial(node.peer) as one:
-        assert one.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert one.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         one.ask("there", holders=["n" * 100_000, None, 7, *map(str, range(1000))])
         one.ask("there", holders="node")
     (known,) = node.transfer.claims._hints.values()
@@ -393,14 +290,14 @@ def test_a_message_that_is_none_ends_its_connection_alone(node, trust, monkeypat
 
 def test_who_speaks_while_it_waits_or_leaves_has_no_claim(node, trust):
     with dialer(trust[1]).dial(node.peer) as first, dialer(trust[1]).dial(node.peer) as second:
-        assert first.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         second.send({"op": "claim", "key": "key", "not_at": []})
         second.send({"op": "claim", "key": "key", "not_at": []})
         with pytest.raises(PeerFault):
             while second.receive(waits_s=SOON_S).get("wait"):
                 pass
     with dialer(trust[1]).dial(node.peer) as third:
-        assert third.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert third.ask("claim", key="key", not_at=[])["outcome"] == "granted"
 
 
 # ---- many, and silent ones ----
@@ -411,14 +308,13 @@ def test_more_who_wait_than_there_are_threads_are_all_told(node, trust):
     with contextlib.ExitStack() as stack:
         dialled = [stack.enter_context(dialer(trust[1], node=f"n{number}").dial(node.peer)) for number in range(300)]
         first, *others = dialled
-        assert first.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         for one in others:
             one.send({"op": "claim", "key": "key", "not_at": []})
         assert is_served(node, trust)
         first.ask("done", outcome="there")
         for one in others:
-            while (said := one.answer(waits_s=SOON_S)).get("wait"):
-                pass
+            said = one.answer(waits_s=SOON_S)
             assert (said["outcome"], said["holders"]) == ("there", ["n0"])
 
 
@@ -434,6 +330,28 @@ def test_more_who_fetch_than_there_are_threads_wait_for_their_turn(tmp_path, tru
             thread.join()
         for one in others:
             one.verify(layer.id)
+
+
+def test_who_waits_for_a_turn_is_told_so(two, trust, monkeypatch):
+    """The line may be longer than anybody waits for a node that says nothing."""
+    monkeypatch.setattr(serve, "_THREADS", 1)
+    monkeypatch.setattr("untax.cluster.transfer.beats.BEAT_S", 0.02)
+    begun, done = threading.Event(), threading.Event()
+
+    def hold(session, _said):
+        begun.set()
+        done.wait(SOON_S)
+        session.wire.send({})
+
+    with serving(two[0], trust[0], ops={"hold": hold}) as peer:
+        with dialer(trust[1]).dial(peer) as first, dialer(trust[1]).dial(peer) as second:
+            first.send({"op": "hold"})
+            assert begun.wait(SOON_S)
+            second.send({"op": "stage", "key": "key"})
+            assert [second.receive(waits_s=SOON_S) for _ in range(3)] == [{"wait": True}] * 3
+            done.set()
+            assert second.answer(waits_s=SOON_S)["record"] is None
+            assert second.ask("stage", key="key")["record"] is None
 
 
 def test_a_fetch_does_with_fewer_connections(two, trust, monkeypatch):
@@ -453,7 +371,7 @@ def test_who_was_answered_at_once_may_be_silent_afterwards(node, trust, monkeypa
     """Being told of an answer that was sent already is no reason to wait for the next question in a thread, and to lose patience there."""
     monkeypatch.setattr(wire, "SILENCE_S", 0.3)
     with dialer(trust[1]).dial(node.peer) as one:
-        assert one.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert one.ask("claim", key="key", not_at=[], waits_s=SOON_S)["outcome"] == "granted"
         (session,) = node.transfer._server._sessions
         session.ring()
         with pytest.raises(PeerFault, match="timed out"):
@@ -466,11 +384,29 @@ def test_a_silent_holder_loses_its_claim(node, trust, monkeypatch):
     monkeypatch.setattr("untax.cluster.transfer.room.BEAT_S", 0.1)
     monkeypatch.setattr(serve, "SILENCE_S", 0.5)
     with dialer(trust[1]).dial(node.peer) as first, dialer(trust[1]).dial(node.peer) as second:
-        assert first.ask_long("claim", key="key", not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key="key", not_at=[])["outcome"] == "granted"
         second.send({"op": "claim", "key": "key", "not_at": []})
-        while (said := second.answer(waits_s=SOON_S)).get("wait"):
-            pass
+        said = second.answer(waits_s=SOON_S)
         assert said["outcome"] == "granted"
+
+
+def test_a_copy_waits_for_a_node_that_is_at_it_and_for_no_other(node, trust, monkeypatch):
+    """However long it takes; but one that says nothing is given up, and whoever asked is told which."""
+    monkeypatch.setattr("untax.cluster.transfer.room.BEAT_S", 0.02)
+    done = threading.Event()
+    monkeypatch.setattr(node.transfer, "bring", lambda _key, _source: done.wait(SOON_S))
+    with dialer(trust[1]).dial(node.peer) as one:
+        one.send({"op": "bring", "key": "snap-1", "from": "there"})
+        assert [one.receive(waits_s=SOON_S) for _ in range(3)] == [{"wait": True}] * 3
+        done.set()
+        while (said := one.receive(waits_s=SOON_S)).get("wait"):
+            pass
+        assert said == {}
+
+    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
+    node.transfer._server._ops["bring"] = lambda _session, _said: None
+    with pytest.raises(StageUnavailable, match="node cannot be reached"):
+        copy(dialer(trust[1]), node.peer, "snap-1", "there")
 
 
 def test_a_holder_says_that_it_is_at_it(tmp_path, trust, monkeypatch):
@@ -518,113 +454,3 @@ def test_an_owner_that_falls_silent_is_left_for_the_next(tmp_path, trust, monkey
         finally:
             errand.left()
             node.close()
-
-
-POINTS = ("layer", "rows", "chunk", "map", "data")
-
-
-@pytest.mark.parametrize("point", POINTS)
-def test_a_node_that_hangs_is_left_for_the_next(two, trust, monkeypatch, point):
-    """Wherever it stops, with its connection open: what it gave is kept, and the next one gives the rest."""
-    there, here = two
-    layer = publish(there, {"file": os.urandom(100_000), "large": os.urandom(CHUNK_BYTES + 5)})
-    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
-    monkeypatch.setattr(fetch, "SILENCE_S", 0.3)
-    told = []
-
-    def silent(session, said, what):
-        told.append(session)
-        if what == "rows":
-            session.wire.send({"rows": 1000, "rest": 1000})
-            session.wire.send_bytes(bytes(10))
-        if what == "map":
-            session.wire.send({"map": 20, "bytes": 1000})
-            session.wire.send_bytes(bytes(3))
-        if what == "data":
-            (piece,) = session.outgoing._chunks[said["chunk"]]
-            head = struct.pack("<IQQ", 1, piece.offset, piece.length)
-            session.wire.send({"map": len(head), "bytes": piece.length})
-            session.wire.send_bytes(head + bytes(3))
-
-    op = "layer" if point in ("layer", "rows") else "chunk"
-    ops = {op: functools.partial(silent, what=point)}
-    with serving(there, trust[0], node="hangs", ops=ops) as hangs, serving(there, trust[0]) as honest:
-        Fetch(here, dialer(trust[1])).layer(layer.id, [hangs, honest])
-    assert told
-    here.verify(layer.id)
-
-
-# ---- two who bring the same layer ----
-
-
-@pytest.fixture
-def slow(two, trust):
-    """A layer that comes ahead of demand, so slowly that it would take days; begun, and how to share its pace."""
-    there, here = two
-    layer = publish(there, {f"f{number}": os.urandom(3 << 20) for number in range(6)})
-    wanted, wires, begun = Wanted(), Wires(), threading.Event()
-
-    class Slow(Throttle):
-        def take(self, size, hurried):
-            begun.set()
-            super().take(size, hurried)
-
-    with serving(there, trust[0]) as peer:
-        patient = Fetch(here, dialer(trust[1]), wires, Slow(10.0), connections=1, wanted=wanted)
-
-        def bring():
-            with contextlib.suppress(StageUnavailable):
-                patient.layer(layer.id, [peer])
-
-        thread = threading.Thread(target=bring, daemon=True)
-        thread.start()
-        assert begun.wait(SOON_S)
-        yield layer.id, peer, wanted
-        wires.stop()
-        thread.join(SOON_S)
-        assert not thread.is_alive()
-
-
-def in_a_thread(call):
-    caught = []
-
-    def run():
-        try:
-            caught.append(call())
-        except BaseException as exc:
-            caught.append(exc)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(SOON_S)
-    assert caught, "it still waits"
-    return caught[0]
-
-
-def test_a_lease_does_not_wait_at_the_spreaders_pace(two, trust, slow):
-    layer_id, peer, wanted = slow
-    urgent = Fetch(two[1], dialer(trust[1]), wanted=wanted)
-
-    assert in_a_thread(lambda: urgent.layer(layer_id, [peer])).id == layer_id
-
-
-def test_a_wait_for_who_brings_a_layer_can_be_stopped(two, trust, slow):
-    """Also when that one is another process, which nobody can hurry."""
-    layer_id, peer, _ = slow
-    stuck = Fetch(two[1], dialer(trust[1]))
-    threading.Timer(0.3, stuck.wires.stop).start()
-
-    assert isinstance(in_a_thread(lambda: stuck.layer(layer_id, [peer])), StageUnavailable)
-
-
-def test_who_is_patient_hurries_whoever_waited_first():
-    wanted, wires = Wanted(), Wires()
-    with wanted.by("layer", Wires(), is_patient=False):
-        with wanted.by("other", wires, is_patient=True):
-            assert not wires.hurried.is_set()
-        with wanted.by("layer", wires, is_patient=True):
-            assert wires.hurried.is_set()
-    with wanted.by("layer", later := Wires(), is_patient=True):
-        assert not later.hurried.is_set()
-    assert not wanted._waiting
-    assert not wanted._patient

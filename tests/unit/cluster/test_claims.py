@@ -6,7 +6,7 @@ import subprocess
 import threading
 
 import pytest
-from tests.transfers import Node, contexts, meet
+from tests.transfers import Node, meet
 
 import untax
 from untax.cluster.transfer import copy
@@ -69,11 +69,6 @@ def test_a_recipe_that_failed_is_told_to_those_who_wait_and_kept_for_nobody():
 
 
 # ---- nodes ----
-
-
-@pytest.fixture(scope="module")
-def trust(tmp_path_factory):
-    return contexts(tmp_path_factory.mktemp("trust"))
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import threading
 import zlib
 
 import pytest
-from tests.transfers import MARKS, contexts, dialer, serving, stores
+from tests.transfers import MARKS, contexts, dialer, publish, serving, stores
 from tests.unit.layers.odd import furnish
-from tests.unit.layers.private import in_child, mount, on_tmpfs
+from tests.unit.layers.private import die_at, in_child, mount, on_tmpfs
 
 from untax._remove import remove_tree
 from untax.cluster.transfer import fetch as fetch_module
@@ -28,26 +28,6 @@ from untax.layers.digest import attributes_hash, id_of_rows
 from untax.layers.store import LayerStore
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def trust(tmp_path_factory):
-    return contexts(tmp_path_factory.mktemp("trust"))
-
-
-@pytest.fixture
-def two(tmp_path):
-    with stores(tmp_path, "there", "here") as opened:
-        yield opened
-
-
-def publish(store, files):
-    with store.draft() as draft:
-        for name, data in files.items():
-            path = draft.tree / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-        return draft.publish()
 
 
 def bulky(store, large_mib=20):
@@ -254,20 +234,8 @@ def test_kill_9_at_every_step_leaves_a_whole_store(two, trust):
 
 
 def fetch_and_die(root, context, peer, layer_id, step):
-    left = [step]
-
-    def dying(call):
-        def wrapped(*args, **kwargs):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return call(*args, **kwargs)
-
-        return wrapped
-
     store = LayerStore(root, marks=MARKS)
-    for name in STEPS:
-        setattr(os, name, dying(getattr(os, name)))
+    die_at(step, STEPS)
     Fetch(store, dialer(context), connections=1).layer(layer_id, [peer])
 
 

@@ -9,10 +9,11 @@ pytest.importorskip("ray", reason="ray: not installed; pip install 'untax[ray]'"
 
 from tests.unit.cluster.fakeray import FakeRay, agents
 
-from untax.cluster import actors, drains, resident
+from untax.cluster import actors, autoscaler, drains, gauge, resident, scaler
 from untax.cluster.actors import Keeper, keeper_name
 from untax.cluster.agent import Plan
 from untax.cluster.resident import NodeActor, is_forerunner, node_actor_name
+from untax.cluster.scaling import Scaling
 from untax.cluster.terms import Roll, Ticket
 from untax.cluster.trust import Trust
 
@@ -26,6 +27,7 @@ async def ray(monkeypatch):
     monkeypatch.setattr(actors, "ray", fake)
     monkeypatch.setattr(resident, "ray", fake)
     monkeypatch.setattr(drains, "internal_kv", fake.internal_kv)
+    monkeypatch.setattr(autoscaler, "ask", fake.ask)
     monkeypatch.setattr(resident, "_take_priority", lambda: None)
     monkeypatch.setattr(resident, "Agent", agents())
     monkeypatch.setattr(actors, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)  # which takes ids as Ray makes them
@@ -267,6 +269,24 @@ async def test_a_drain_is_gone_on_with_by_the_keeper_that_is_started_again(ray):
     assert "b" not in ray.agents.there
 
 
+async def test_an_agent_that_drains_and_of_whose_drain_nobody_knows_is_replaced_when_its_leases_are_over(ray):
+    ray.join("a")
+    ray.join("b")
+    first = keeper(ray)
+    await ticket_of(first)
+    agent = ray.agents.there["b"]
+    agent.idle.clear()
+    agent.drain()  # whoever kept the fleet died before it could do more
+    first.die()
+
+    again = keeper(ray)
+
+    assert {one.node_id: one.is_draining for one in (await ticket_of(again)).members} == {"a": False, "b": True}
+    agent.idle.set()
+    roll = await rolls_until(again, lambda roll: {one.node_id: one.is_draining for one in roll.members} == {"a": False, "b": False})
+    assert not roll.refusals and ray.agents.there["b"] is not agent
+
+
 async def test_a_node_that_was_drained_stays_so_when_the_keeper_is_started_again(ray):
     ray.join("a")
     ray.join("b")
@@ -309,3 +329,74 @@ async def test_a_node_is_drained_while_rays_head_is_away(ray, monkeypatch):
     assert await there.drain.remote("address-of-b") == ""
     assert [one.reason for one in (await roll_of(there)).refusals] == ["it was drained"]
     assert "no node is named 'nobody'" in await there.drain.remote("nobody")
+
+
+# ---- growing and shrinking ----
+
+
+@pytest.fixture
+def soon(monkeypatch):
+    """What takes seconds takes none."""
+    for module, name in ((gauge, "TELL_S"), (scaler, "_LASTING_S"), (scaler, "_LEAST_S")):
+        monkeypatch.setattr(module, name, 0.0)
+
+
+def scaled(ray, **given):
+    return ray.make(Keeper, Plan(NAME, scaling=Scaling(**given)), TRUST, "head:1", is_lasting=True, name=keeper_name(NAME))
+
+
+def say(ray, node_id, **view):
+    ray.agents.there[node_id].gauge.say({"part": {"leased": 0, "waiting": 0, "free_sandboxes": 4, **view}})
+
+
+async def test_leases_that_wait_are_told_to_ray_and_to_everybody_and_taken_back(ray, soon):
+    ray.join("a")
+    there = scaled(ray)
+    await ticket_of(there)
+    say(ray, "a", leased=4, waiting=3, free_sandboxes=-3)
+    assert (await rolls_until(there, lambda roll: roll.wanted)).wanted == 1
+    assert ray.asked == [[{"CPU": 4.0}] * 2]
+    ray.join("b")
+    await until(lambda: "b" in ray.agents.there)
+    say(ray, "b")  # they have room there
+    await rolls_until(there, lambda roll: len(roll.members) == 2 and not roll.wanted)
+    assert ray.asked[-1] == []
+
+
+async def test_a_node_that_nobody_needs_rests_and_is_woken_when_leases_wait(ray, soon):
+    ray.join("a")
+    ray.join("b")
+    there = scaled(ray, idle_s=0.01)
+    await ticket_of(there)
+    say(ray, "a", leased=1)
+    resting = await rolls_until(there, lambda roll: roll.refusals)
+    assert [(one.node_id, one.reason) for one in resting.refusals] == [("b", actors._RESTS)]
+    assert "b" not in ray.agents.there  # its agent has ended, so that Ray may take it away
+    say(ray, "a", leased=4, waiting=1, free_sandboxes=-1)
+    woken = await rolls_until(there, lambda roll: len(roll.members) == 2)
+    assert not woken.refusals and not woken.wanted
+
+
+async def test_who_is_drained_by_hand_is_not_woken(ray, soon):
+    ray.join("a")
+    ray.join("b")
+    there = scaled(ray)
+    await ticket_of(there)
+    assert await there.drain.remote("address-of-b") == ""
+    say(ray, "a", leased=4, waiting=1, free_sandboxes=-1)
+    assert (await rolls_until(there, lambda roll: roll.wanted)).wanted == 1
+    assert ray.asked[-1] == [{"CPU": 4.0}] * 3
+    await there.down.remote()
+    assert ray.asked[-1] == []
+
+
+async def test_agents_take_back_what_a_keeper_that_is_no_more_has_asked_for(ray, soon):
+    ray.join("a")
+    there = scaled(ray)
+    await ticket_of(there)
+    say(ray, "a", leased=4, waiting=1, free_sandboxes=-1)
+    await rolls_until(there, lambda roll: roll.wanted)
+    actor = next(handle.actor for name, handle in ray.named.items() if name != keeper_name(NAME))
+    await until(lambda: actor._has_asked)
+    there.die()
+    await until(lambda: ray.asked[-1] == [])

@@ -122,6 +122,44 @@ async def test_when_all_are_full_it_waits_at_one_and_is_served_when_that_has_roo
         await third.release()
 
 
+async def test_a_lease_that_waits_goes_where_one_has_ended_and_leaves_no_other(tmp_path):
+    async with nodes(tmp_path, "ab", entries=1) as fleet:
+        held = {box.ledger.placed.node: box for box in [await fleet.lease(), await fleet.lease()]}
+        waiting = asyncio.ensure_future(fleet.lease(wait_s=20.0))
+        await until(lambda: any(waiting_at(fleet)))
+        [full] = waiting_at(fleet)
+        [other] = {"a", "b"} - {full}
+        await held[other].release()
+        box = await waiting
+        assert box.ledger.placed.node == other
+        await until(lambda: not waiting_at(fleet))
+        assert fleet.services[full].leases == 1
+        await asyncio.gather(box.release(), held[full].release())
+        await until(lambda: not any(service.leases for service in fleet.services.values()))
+        assert sum(service.ledgers_total for service in fleet.services.values()) == 3
+
+
+async def test_those_who_wait_go_to_a_node_that_joins_as_many_as_it_has_room_for(tmp_path):
+    async with nodes(tmp_path, "abc", entries=2) as fleet:
+        fleet.placing.leave("c")
+        held = [await fleet.lease() for _ in range(4)]
+        waiting = [asyncio.ensure_future(fleet.lease(wait_s=20.0)) for _ in range(5)]
+        await until(lambda: sum(service.engine.pooling.driver.state.waiting for service in fleet.services.values()) == 5)
+        fleet.placing.follow("c", fleet.engines["c"])
+        await until(lambda: sum(one.done() for one in waiting) == 2)
+        came = [one.result() for one in waiting if one.done()]
+        assert {box.ledger.placed.node for box in came} == {"c"}
+        assert [one.done() for one in waiting] == [True, True, False, False, False]  # the oldest first
+        await asyncio.gather(*(box.release() for box in (*held, *came)))
+        rest = await asyncio.gather(*waiting[2:])
+        await asyncio.gather(*(box.release() for box in rest))
+        await until(lambda: not any(service.leases for service in fleet.services.values()))
+
+
+def waiting_at(fleet):
+    return {node for node, service in fleet.services.items() if service.engine.pooling.driver.state.waiting}
+
+
 async def test_nobody_waits_longer_than_it_said(tmp_path):
     async with nodes(tmp_path, "ab", entries=1) as fleet:
         boxes = [await fleet.lease() for _ in range(2)]
@@ -216,7 +254,7 @@ async def one_waits(tmp_path, **bindings):
         waiting = asyncio.ensure_future(fleet.lease(**bindings))
         await until(lambda: waits(fleet))
         where = waits(fleet)
-        await until(lambda: fleet.placing.views.view(where).waiting == 1 and fleet.placing._waiting)
+        await until(lambda: fleet.placing.views.view(where).waiting == 1 and fleet.placing._line._waiting)
         yield fleet, where, "b" if where == "a" else "a", held, waiting
         await asyncio.gather(*(box.release() for box in held.values()))
 
@@ -250,7 +288,7 @@ async def test_a_lease_that_waits_and_is_refused_elsewhere_keeps_its_turn(tmp_pa
 
         def told_otherwise():
             fleet.placing.views.told(other, {"free_sandboxes": 2})
-            fleet.placing._wake(other)
+            fleet.placing._line.changed()
             return asked
 
         await until(told_otherwise)
@@ -279,7 +317,7 @@ async def test_however_two_nodes_come_to_have_room_it_is_one_lease_in_the_end(tm
             await until(lambda: not waits(fleet) and leases(fleet) == 1)
             await box.release()
             await until(lambda: not leases(fleet) and not any(engine._boxes for engine in fleet.engines.values()))
-            assert not fleet.placing._waiting
+            assert not fleet.placing._line._waiting
 
 
 async def test_a_waiting_lease_that_is_cancelled_while_it_moves_leaves_nothing(tmp_path):
@@ -294,25 +332,7 @@ async def test_a_waiting_lease_that_is_cancelled_while_it_moves_leaves_nothing(t
             with contextlib.suppress(asyncio.CancelledError):
                 await (await waiting).release()
             await until(lambda: not waits(fleet) and leases(fleet) == 1)
-            assert not fleet.placing._waiting
-
-
-async def test_those_who_came_first_are_told_of_room_and_no_more_of_them_than_there_is_room_for(tmp_path):
-    async with nodes(tmp_path, "ab", entries=1) as fleet:
-        held = [await fleet.lease(), await fleet.lease()]
-
-        async def served():
-            await (await fleet.lease(wait_s=20.0)).release()
-
-        waiting = [asyncio.ensure_future(served()) for _ in range(4)]
-        await until(lambda: len(fleet.placing._waiting) == 4)
-        told = list(fleet.placing._waiting)
-        fleet.placing.views.view("a").free_sandboxes = 2
-        fleet.placing._wake("a")
-
-        assert [one.done() for one in told] == [True, True, False, False]
-        await asyncio.gather(*(box.release() for box in held), *waiting)
-        assert not leases(fleet)
+            assert not fleet.placing._line._waiting
 
 
 async def test_a_lease_whose_node_fails_while_it_waits_there_is_placed_anew(tmp_path):

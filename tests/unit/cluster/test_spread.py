@@ -108,6 +108,8 @@ def add(store, key, *, uses, parent=None, name="deps", mib=1):
 def test_hot_stages_come_by_themselves_within_the_budget_and_cold_ones_do_not(two):
     """Two of them fit in the 3 MiB that may be here unused; the third comes once one of those is used."""
     one, two = two
+    told = []
+    two.arrived = told.extend
     add(one.store, "image", uses=0, name="image")
     add(one.store, "hot", uses=20, parent="image")
     add(one.store, "warm", uses=10, parent="image", mib=2)
@@ -116,6 +118,7 @@ def test_hot_stages_come_by_themselves_within_the_budget_and_cold_ones_do_not(tw
         assert two.ahead.bring(order)
 
     assert {record.key for record in two.store.stages()} == {"image", "hot"}
+    assert told == ["image", "hot"], "whoever places leases is told of each"
     assert two.ahead.look() == []
     assert [two.store.stage(key).adds == one.store.stage(key).adds for key in ("image", "hot")] == [True, True]
     two.store.used("hot")

@@ -6,8 +6,7 @@ import sys
 import threading
 
 import pytest
-from tests.transfers import MARKS, TOKEN, Node, contexts
-from tests.unit.cluster.test_broken_peers import SOON_S, key_owned_by
+from tests.transfers import MARKS, SOON_S, TOKEN, Node, contexts, key_owned_by
 
 from untax.cluster.transfer import Peer, errand, serve, wire
 from untax.cluster.transfer.errand import Errand
@@ -87,7 +86,7 @@ def test_a_stopped_owner_is_left_for_the_next(begun, monkeypatch):
     here.transfer.meet([peer])
     key = key_owned_by("stopped", "owner")
     with here.transfer.dialer.dial(peer) as first:
-        assert first.ask_long("claim", key=key, not_at=[])["outcome"] == "granted"
+        assert first.ask("claim", key=key, not_at=[])["outcome"] == "granted"
         monkeypatch.setattr(wire, "SILENCE_S", 1.0)
         thread, ended = waiting(here, key)
         assert [child.stdout.readline() for _ in range(2)] == ["claimed\n"] * 2

@@ -1,11 +1,13 @@
 """The account adds up: parts share their ends, and what no part covers is said."""
 
 import json
+import pickle
 
 import pytest
 
 from untax.core import ledger as module
 from untax.core.ledger import ActionRecord, EgressRecord, Ledger
+from untax.core.stage import Fetched
 from untax.core.substrate import Unenforced
 from untax.testing import FakeClock
 
@@ -69,6 +71,19 @@ def test_what_no_part_covers_is_unattributed():
     numbers = ledger.metrics()
     assert round(numbers["unattributed_s"] * 1e9) == 4
     assert round(numbers["holder_s"] * 1e9) == 6
+
+
+def test_stages_that_came_from_another_node_are_told_from_those_that_were_built():
+    """In the account, in words and in JSON; and their seconds are plain ones."""
+    ledger = make()
+    ledger.put_in_place({"image": Fetched(2.5, 0.5), "deps": 4.0})
+
+    assert (ledger.stages, ledger.fetched) == ({"image": 2.5, "deps": 4.0}, {"image": 0.5})
+    assert all(type(seconds) is float for seconds in ledger.stages.values())
+    assert "fetched: image in 2.500 s" in str(ledger) and "built: deps in 4.000 s" in str(ledger)
+    assert json.loads(ledger.to_json())["fetched"] == {"image": 0.5}
+    assert "fetched" not in json.loads(make().to_json())
+    assert pickle.loads(pickle.dumps(Fetched(2.5, 0.5))).fetch_s == 0.5
 
 
 def test_actions_that_overlap_are_each_counted_and_cover_time_once():

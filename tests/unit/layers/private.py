@@ -30,6 +30,23 @@ def unmount(target):
     call("umount", libc.umount2(os.fsencode(target), 0))
 
 
+def die_at(step, calls):
+    """In a child: from here on it is killed before the `step`-th of these calls of `os`, counted from 0."""
+    left = [step]
+
+    def dying(call):
+        def wrapped(*args, **kwargs):
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for name in calls:
+        setattr(os, name, dying(getattr(os, name)))
+
+
 def in_child(function, *args):
     """Run it in a forked child; whatever it raises is told here. Gives the child's status."""
     reading, writing = os.pipe()

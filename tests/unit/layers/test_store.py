@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.unit.layers.odd import furnish
-from tests.unit.layers.private import in_child, mount, on_tmpfs
+from tests.unit.layers.private import die_at, in_child, mount, on_tmpfs
 
 from untax._remove import remove_tree
 from untax.core.errors import StageUnavailable, UsageError
 from untax.core.root import ImageConfig
 from untax.core.spec import FrozenEnv
 from untax.layers import _about as about
+from untax.layers import _durable
 from untax.layers import store as store_module
 from untax.layers.garbage import would_free
 from untax.layers.store import LayerStore, StageRecord
@@ -684,7 +685,7 @@ def test_many_processes_publish_pin_and_evict_at_once(root):
 
 # ---- death at every step ----
 
-STEPS = ("rename", "fsync", "mkdir", "open", "unlink", "rmdir", "write", "close", "pread", "listxattr")
+STEPS = ("rename", "fsync", "mkdir", "open", "unlink", "rmdir", "write", "close", "preadv", "listxattr")
 
 
 def test_kill_9_at_every_step_leaves_a_whole_store(root, monkeypatch):
@@ -721,20 +722,8 @@ def test_kill_9_at_every_step_leaves_a_whole_store(root, monkeypatch):
 
 
 def publish_and_die(root, step):
-    left = [step]
-
-    def dying(call):
-        def wrapped(*args, **kwargs):
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            left[0] -= 1
-            return call(*args, **kwargs)
-
-        return wrapped
-
     store = LayerStore(root, marks=MARKS)
-    for name in STEPS:
-        setattr(os, name, dying(getattr(os, name)))
+    die_at(step, STEPS)
     add_stage(store, "new", "new")
     store.remove_stage("victim")
     store.evict(wanted_bytes=0)
@@ -846,7 +835,7 @@ def test_a_write_that_was_lost_on_its_way_to_the_disk_is_a_failure(store, monkey
     def fail(fd):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(store_module, "syncfs", fail)
+    monkeypatch.setattr(_durable, "syncfs", fail)
 
     with pytest.raises(StageUnavailable, match="full"):
         publish(store)

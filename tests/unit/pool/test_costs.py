@@ -52,12 +52,25 @@ def test_stages_not_measured_for_longest_are_forgotten():
     assert costs.of_stage(ladders[1]) != 101.0
 
 
+def test_what_a_stage_takes_to_come_is_learnt_apart_from_what_it_takes_to_build():
+    """By its key, and by its rung for one that never came; before the first, a share of what building takes."""
+    costs = Costs()
+    costs.observe_stage(STAGES[-1], 4.0)
+    assert costs.known_fetch(STAGES[-1]) is None
+    assert costs.of_fetch(STAGES[-1]) == pytest.approx(0.4)
+    costs.observe_fetch(STAGES[-1], 0.25)
+
+    assert (costs.of_fetch(STAGES[-1]), costs.of_fetch(OTHER[-1]), costs.of_stage(STAGES[-1])) == (0.25, 0.25, 4.0)
+
+
 def test_costs_come_back_from_a_file_as_they_were():
     costs = Costs()
     costs.observe("reset", 0.25)
     costs.observe_stage(STAGES[-1], 4.0)
+    costs.observe_fetch(STAGES[-1], 0.5)
     again = Costs.from_json(costs.to_json())
 
+    assert again.of_fetch(STAGES[-1]) == 0.5
     assert (again.of("reset"), again.of_stage(STAGES[-1]), again.of_stage(OTHER[-1])) == (0.25, 4.0, 4.0)
     assert again.to_json() == costs.to_json()
 

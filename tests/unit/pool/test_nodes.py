@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from untax.core.spec import EnvSpec, Repo, is_as_strong
 from untax.core.stage import Identity, stages_of
 from untax.pool.costs import Costs
-from untax.pool.nodes import NodeView, better, rank, unfit
+from untax.pool.nodes import NodeView, is_better, rank, unfit
 from untax.pool.placement import Fleet, choose
 
 
@@ -107,6 +107,19 @@ def test_what_is_to_be_built_is_built_where_there_is_room_for_it():
     assert rank(DEPS_A, views, here="here")[0].node == "here"
 
 
+def test_a_node_without_room_for_layers_pays_for_what_it_drives_out():
+    """Half of what is put in place there. What lies there already drives nothing out."""
+    views = [view("taken", stored=DEPS_A[:3], filled=0.95), view("empty", stored=DEPS_A[:2])]
+
+    ranked = rank(DEPS_A, views)
+
+    assert order(ranked) == ["empty", "taken"]  # half a second for the repository to come, against 15 s for what would go
+    assert ranked[1].expected_s == pytest.approx(45.005)
+    assert ranked[0].expected_s == pytest.approx(30.505)
+    views[0].stored = {stage.key for stage in DEPS_A}
+    assert rank(DEPS_A, views)[0].node == "taken"
+
+
 def test_a_machine_much_busier_than_the_others_is_not_worth_the_seconds_that_it_saves():
     views = [view("busy", stored=DEPS_A, busy=0.9), view("idle", stored=DEPS_A[:3], costs=measured(deps=0.5))]
     assert rank(DEPS_A, views)[0].node == "idle"
@@ -160,6 +173,55 @@ def test_a_stage_that_is_being_built_is_waited_for_and_not_built_again_elsewhere
 
     assert order(ranked) == ["building", "free"]
     assert ranked[0].expected_s == pytest.approx(20.0, rel=0.01)
+
+
+def travelled(image=1.0, repo=0.2, deps=2.0):
+    costs = measured()
+    for stage, seconds in zip(DEPS_A[1:], (image, repo, deps), strict=True):
+        costs.observe_fetch(stage, seconds)
+    return costs
+
+
+def test_a_stage_that_another_node_has_costs_what_it_takes_to_come():
+    """Not what it takes to build; and the node whose own it is, is still the nearest."""
+    views = [view("has", stored=DEPS_A), view("lacks", costs=travelled())]
+
+    ranked = rank(DEPS_A, views)
+
+    assert order(ranked) == ["has", "lacks"]
+    assert ranked[1].expected_s == pytest.approx(0.005 + 1.0 + 0.2 + 2.0)
+    views[0].starting = 4 * 1000
+    assert order(rank(DEPS_A, views)) == ["lacks", "has"]
+
+
+def test_a_node_that_takes_no_lease_still_gives_layers_and_one_that_is_gone_does_not():
+    views = [view("has", stored=DEPS_A, is_draining=True), view("lacks", costs=travelled())]
+    assert rank(DEPS_A, views)[0].expected_s == pytest.approx(3.205)
+    views[0].trouble = "it does not answer"
+    assert rank(DEPS_A, views)[0].expected_s == pytest.approx(55.005)
+
+
+def test_what_is_the_same_on_one_machine_only_is_built_wherever_it_is_wanted():
+    own = ladder("dir:x", "c1", ("a",), portable=False)
+    views = [view("has", stored=own), view("lacks", costs=measured(stages=own))]
+
+    assert rank(own, views)[1].expected_s == pytest.approx(55.005)
+
+
+def test_a_stage_that_another_node_builds_is_waited_for_and_then_comes():
+    building = view("building", stored=DEPS_A[:3], building={DEPS.key: 100.0}, starting=4 * 1000)
+    free = view("free", stored=DEPS_A[:3], costs=travelled())
+
+    ranked = rank(DEPS_A, [building, free], now_s=110.0)
+
+    assert {one.node: one.expected_s for one in ranked}["free"] == pytest.approx(20.0 + 2.0 + 0.005)
+
+
+def test_a_fetch_that_was_never_measured_costs_what_it_costs_elsewhere_or_a_share_of_the_building():
+    views = [view("has", stored=DEPS_A), view("lacks", stored=DEPS_A[:3])]
+
+    assert rank(DEPS_A, views)[1].expected_s == pytest.approx(3.005)
+    assert rank(DEPS_A, views, usual=travelled())[1].expected_s == pytest.approx(2.005)
 
 
 def test_what_a_node_never_did_costs_there_what_it_costs_elsewhere():
@@ -273,6 +335,11 @@ def questions(draw):
     return draw(st.sampled_from([DEPS_A, DEPS_B, OTHER, DEPS_A[:2]])), views, how
 
 
+def of_one_machine(question):
+    wanted, views, how = question
+    return tuple(replace(stage, is_portable=False) for stage in wanted), views, how
+
+
 @settings(max_examples=40)
 @given(questions())
 def test_every_node_that_could_take_it_is_there_once_and_no_other(question):
@@ -326,7 +393,8 @@ def test_who_has_room_comes_before_who_has_none_and_the_sooner_before_the_later(
 @settings(max_examples=40)
 @given(questions())
 def test_the_way_on_a_node_is_the_one_that_placement_finds_there(question):
-    wanted, views, how = question
+    """Of stages that do not travel: what the others have is of no use to it."""
+    wanted, views, how = of_one_machine(question)
     by_name = {one.node: one for one in views}
     for one in rank(wanted, views, **{**how, "usual": None}):
         here = by_name[one.node]
@@ -362,9 +430,10 @@ NEARER = {
 @settings(max_examples=150)
 @given(questions(), st.sampled_from(sorted(NEARER)), st.integers(0, 5))
 def test_a_node_that_comes_nearer_never_ranks_worse(question, change, which):
-    wanted, views, how = question
+    """Of stages that do not travel: one that does brings the other nodes nearer too."""
+    wanted, views, how = of_one_machine(question)
     if len(wanted) < 4 and change == "quicker steps":
-        wanted = DEPS_A
+        wanted = of_one_machine((DEPS_A, views, how))[0]
     nearer = views[which % len(views)]
     before = order(rank(wanted, views, **how))
 
@@ -399,8 +468,9 @@ def test_the_first_few_of_many_are_those_of_the_whole_ranking(data, most):
 
 
 def waits(views, node="full", waited_s=0.0):
-    by_name = {one.node: one for one in views}
-    return getattr(better(by_name[node], waited_s, rank(DEPS_A, views, most=2)), "node", None)
+    """Where to; None to stay."""
+    waiting = next(one for one in views if one.node == node)
+    return next((one.node for one in rank(DEPS_A, views) if one.node != node and is_better(one, waiting, waited_s)), None)
 
 
 def full(node="full", **more):

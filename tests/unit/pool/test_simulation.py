@@ -22,7 +22,7 @@ from untax.pool.simulation import POLICIES, Trace, drawn, read_fleet, recorded, 
 from untax.pool.simulation.description import describe
 from untax.pool.simulation.events import _Run
 from untax.pool.simulation.ledgers import measured
-from untax.pool.simulation.policies import Bag, OneNode
+from untax.pool.simulation.policies import Bag, NodeFirst, OneNode, Reach, StateDistance
 from untax.pool.simulation.store import Store
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +63,7 @@ def test_the_first_of_a_spec_builds_every_stage_and_the_next_is_created_over_the
     outcome = simulate(one_node(), a_trace((0.0, 0, 1.0), (100.0, 0, 1.0)), "state-distance", 1)
 
     assert outcome.mean_s == pytest.approx((55.005 + 0.005) / 2)
-    assert outcome.shares == {"exact": 0.0, "partial": 0.0, "created": 0.5, "built": 0.5}
+    assert outcome.shares == {"exact": 0.0, "partial": 0.0, "created": 0.5, "fetched": 0.0, "built": 0.5}
     assert outcome.builds == 3
 
 
@@ -92,6 +92,95 @@ def test_a_creation_does_not_wait_for_builds():
     assert min(times) == pytest.approx(0.005)
     assert sorted(times)[1:] == pytest.approx([30.005, 30.005, 55.005, 60.0], abs=0.02)
     assert outcome.builds == 6
+
+
+def travelling(trace, **seconds):
+    """The same, where stages travel: 2 s, 0.5 s and 3 s."""
+    took = {"image": 2.0, "repo": 0.5, "deps": 3.0, **seconds}
+    return replace(trace, fetch_s={stage.key: took[stage.name] for spec in trace.specs for stage in spec})
+
+
+def played(description, trace, monkeypatch, *nodes):
+    """The times to ready, in the order in which they were, and the outcome; each rollout goes to the node that is said for it."""
+    numbers = iter(nodes)
+
+    class Told(NodeFirst):
+        def pick(self, _wanted):
+            return next(numbers)
+
+    monkeypatch.setitem(POLICIES, "told", Told)
+    run = _Run(description, trace, "told", 1)
+    outcome = run.play()
+    return list(run._tally._ready_s), outcome
+
+
+def test_what_one_node_has_another_fetches(monkeypatch):
+    """Built once in the fleet; the second node pays for each stage that comes, and for its creation."""
+    times, outcome = played(one_node(nodes=2), travelling(a_trace((0.0, 0, 1.0), (100.0, 0, 1.0))), monkeypatch, 0, 1)
+
+    assert times == pytest.approx([55.005, 5.505])
+    assert (outcome.builds, outcome.fetches) == (3, 3)
+    assert (outcome.shares["built"], outcome.shares["fetched"]) == (0.5, 0.5)
+
+
+def test_what_another_node_is_building_is_waited_for_and_then_fetched(monkeypatch):
+    """The third wants what the second is still waiting for: each node has it come for itself, and nobody builds it again."""
+    trace = travelling(a_trace((0.0, 0, 1.0), (1.0, 0, 1.0), (30.0, 0, 1.0)))
+    times, outcome = played(one_node(nodes=3), trace, monkeypatch, 0, 1, 2)
+
+    # The image is there after 20 s, the repository after 25, the dependencies after 55: each is fetched once it is.
+    assert sorted(times) == pytest.approx(sorted([55.005, 57.005, 28.005]))
+    assert (outcome.builds, outcome.fetches) == (3, 6)
+
+
+def test_a_stage_that_comes_is_fetched_once_however_many_wait_for_it_on_that_node(monkeypatch):
+    trace = travelling(a_trace((0.0, 0, 1.0), (100.0, 0, 50.0), (101.0, 0, 50.0)))
+    times, outcome = played(one_node(nodes=2), trace, monkeypatch, 0, 1, 1)
+
+    assert sorted(times) == pytest.approx(sorted([55.005, 5.505, 4.505]), abs=0.01)
+    assert (outcome.builds, outcome.fetches) == (3, 3)
+
+
+def test_what_no_node_has_any_more_is_built_again(monkeypatch):
+    """The store has room for the dependencies of two specs: the third evicts the first's, and there is no other copy."""
+    description = describe(
+        {
+            "fleet": {"nodes": 2, "memory_mib": 1, "sandbox_mib": 1, "store_mib": 5600},
+            "stages": {"spread": 0.0, "image": {"mib": 0}, "repo": {"mib": 0}, "deps": {"mib": 2800}},
+            "trace": {"warmup": 0.0},
+        },
+        beside=Path(),
+    )
+    trace = travelling(a_trace((0.0, 0, 1.0), (100.0, 1, 1.0), (200.0, 2, 1.0), (300.0, 0, 1.0)))
+    times, outcome = played(description, trace, monkeypatch, 0, 0, 0, 0)
+
+    assert times == pytest.approx([55.005, 30.005, 30.005, 30.005])
+    assert outcome.fetches == 0 and outcome.evictions
+
+
+def test_placement_counts_what_a_stage_takes_to_come():
+    """With one node full, a spec that it has is fetched by another rather than queued; and costs are learnt from what came."""
+    description = describe(
+        {"fleet": {"nodes": 2, "memory_mib": 1, "sandbox_mib": 1, "store_mib": 30000}, "stages": {"spread": 0.0}, "trace": {"warmup": 0.0}},
+        beside=Path(),
+    )
+    run = _Run(description, travelling(a_trace((0.0, 0, 1000.0), (100.0, 0, 1.0))), "state-distance", 1)
+    run.play()
+
+    assert sorted(run._tally._ready_s) == pytest.approx([5.505, 55.005])
+    assert [run._costs.of_fetch(stage) for stage in ladder(0)] == [2.0, 0.5, 3.0]
+
+
+def test_how_long_a_stage_takes_to_come_follows_from_its_size_and_the_link_unless_it_is_said():
+    said = {**SMALL, "fleet": {**SMALL["fleet"], "link_mib_s": 500}, "operations": {"arrive_s": 0.1}}
+    description = describe(said, beside=Path())
+    other = describe({**said, "stages": {"spread": 0.0, "deps": {"fetch_s": 7.0}}}, beside=Path())
+
+    assert [description.fetch_s(name) for name in ("image", "repo", "deps")] == pytest.approx([3.1, 0.5, 2.1])
+    assert other.fetch_s("deps") == 7.0
+    assert describe(SMALL, beside=Path()).fetch_s("deps") is None
+    assert sorted(set(drawn(description, 1).fetch_s.values())) == pytest.approx([0.5, 2.1, 3.1])
+    assert drawn(describe(SMALL, beside=Path()), 1).fetch_s == {}
 
 
 def test_nobody_gets_more_room_than_there_is():
@@ -138,6 +227,27 @@ def test_state_distance_is_nearer_than_image_affinity_and_that_than_random():
     mean = {policy: simulate(description, trace, policy, 1).mean_s for policy in POLICIES}
 
     assert mean["state-distance"] < mean["image-affinity"] < mean["random"]
+
+
+def test_few_nodes_are_ranked_as_in_a_real_fleet():
+    """What one is building is waited for there and not built again; and what nobody has is built where there is more room for it."""
+    twice = simulate(one_node(nodes=2), a_trace((0.0, 0, 1.0), (10.0, 0, 1.0)), "state-distance", 1)
+    specs = tuple(tuple(replace(stage, key=f"{stage.key} of {number}") for stage in ladder(number)) for number in range(2))
+    apart = replace(a_trace((0.0, 0, 1.0), (100.0, 1, 1.0)), specs=specs, build_s={stage.key: 1.0 for spec in specs for stage in spec})
+    run = _Run(one_node(nodes=2), apart, "state-distance", 1)
+    run.play()
+
+    assert (twice.builds, twice.mean_s) == (3, pytest.approx((55.005 + 45.005) / 2))
+    assert [len(node.store) for node in run._nodes] == [3, 3]
+
+
+def test_many_nodes_are_not_each_looked_at_and_the_nearest_is_found_all_the_same():
+    description = describe({**SMALL, "fleet": {**SMALL["fleet"], "nodes": 40}}, beside=Path())
+    trace = drawn(description, 1)
+    mean = {policy: simulate(description, trace, policy, 1).mean_s for policy in ("random", "state-distance")}
+
+    assert type(POLICIES["state-distance"](40, Reach(Costs(), {}), random.Random(1))) is StateDistance
+    assert mean["state-distance"] < 0.5 * mean["random"]
 
 
 def test_where_every_node_holds_everything_the_policy_hardly_matters():
@@ -318,6 +428,14 @@ def test_costs_come_from_ledgers_of_rollouts_that_can_be_trusted(tmp_path):
     description = describe({**SMALL, "stages": {"ledgers": "ledgers.jsonl", "image": {"seconds": 1}}}, beside=tmp_path)
     assert (description.stages.image.seconds, description.stages.repo.seconds, description.stages.deps.seconds) == (1.0, 5.0, 24.0)
     assert description.operations.create_s == pytest.approx(0.004)
+
+
+def test_what_came_from_another_node_is_no_build_and_tells_what_coming_costs(tmp_path):
+    lines = [a_ledger(setup_s=30, stages={"image": 9.0, "deps": 20.0}), a_ledger(setup_s=9, stages={"deps": 9.0}, fetched={"deps": 3.0})]
+    (tmp_path / "ledgers.jsonl").write_text("\n".join(lines))
+    description = describe({**SMALL, "stages": {"ledgers": "ledgers.jsonl"}}, beside=tmp_path)
+
+    assert (description.stages.deps.seconds, description.fetch_s("deps"), description.fetch_s("image")) == (20.0, 3.0, None)
 
 
 def test_recorded_rollouts_are_replayed_as_they_came(tmp_path):

@@ -412,6 +412,14 @@ async def test_an_owner_must_know_its_secret(fake, tmp_path):
             service.owners.take_up(engine.server.owner, None, "x")
 
 
+@pytest.mark.parametrize("lease_s", [0.3, 3.0, 600.0])
+async def test_a_client_is_asked_for_heartbeats_often_enough_to_keep_its_lease(fake, tmp_path, lease_s):
+    """However short that is: three of them, so that one may be late and one lost."""
+    async with serving(tmp_path, fake, lease_s=lease_s) as service, untax.connect(service.url) as engine:
+        assert 3 * engine.server.heartbeat_s <= lease_s
+        assert engine.server.heartbeat_s <= module.HEARTBEAT_S
+
+
 async def test_where_a_connection_proves_nothing_only_heartbeats_do(fake, tmp_path):
     """As it will be over TCP: an owner that is connected and silent is over; one that is heard of is not."""
 

@@ -91,10 +91,17 @@ class Ahead:
             # Somebody may have built it here meanwhile: what there is, stays.
             if record is not None and record.name in LADDER and self._transfer.store.stage(order.key) is None:
                 self._transfer.store.put_stage(record)
-                self._brought[order.key] = order.bytes
+                # What it takes, and not what it was said to take.
+                self._brought[order.key] = sum(self._transfer.store.layer(layer_id).bytes for layer_id in record.adds)
+                self._transfer.arrived([order.key])
             return record is not None
         except StageError as exc:
             _log.info("stage %s does not come ahead of demand: %s", order.key[:12], exc.message)
+            return False
+        except (
+            Exception
+        ):  # told here: what one node said of it is no reason to bring nothing any more, nor to bring this one again and again
+            _log.exception("stage %s does not come ahead of demand", order.key[:12])
             return False
         finally:
             self._errand = None

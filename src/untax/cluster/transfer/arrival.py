@@ -6,34 +6,25 @@ costs a read and no trust. Nothing is followed: every step is taken from an open
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import json
 import os
-import re
 import stat
 import threading
-import zlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from untax._remove import remove_tree
+from untax.cluster.transfer.beside import read_rest
 from untax.cluster.transfer.plan import Chunk, chunks_of, is_large
 from untax.core.errors import StageFailed
 from untax.layers import marks
 from untax.layers._descent import Descent
-from untax.layers._durable import replace_whole
-from untax.layers.digest import ContentsOf, attributes_hash, contents_of
+from untax.layers._durable import begin_writing, replace_whole
+from untax.layers.digest import ContentsOf, contents_of
 from untax.layers.rows import Row, path_of, read_rows
 from untax.layers.unpack import shown
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _AGAIN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_TIMES = (1 << 40) * 10**9
-_MOST_REST = 256 << 20  # bytes of attributes and times
-_LONGEST_NAME, _LONGEST_VALUE = 255, 1 << 16  # bytes of an extended attribute: the kernel's own limits
-_REDIRECT = re.compile(rb"/?[^/\0]+(/[^/\0]+)*")
 
 Extents = list[tuple[int, int]]
 
@@ -52,13 +43,11 @@ class Arrival:
             raise StageFailed("layer", f"the layer is refused: it is another user's than {os.geteuid()}, and only root can give files away")
         self.chunks: list[Chunk] = chunks_of(self.rows)
         self._place = place
-        self._marks: marks.Marks = kind
-        self._times, self._attributes, stored = self._checked(_unpacked(packed_rest))
-        self.stored = min(stored, self.contents_bytes)
-        """What its contents take on the disk, as it is said; no more than the rows prove."""
+        rest = read_rest(packed_rest, self.rows, kind)
+        self._times, self._attributes, self.stored = rest.times, rest.attributes, rest.stored
         self._guard = threading.Lock()
         self._has = bytearray(len(self.chunks))
-        self._large = {number: _Large(self, number) for number, row in enumerate(self.rows) if row.kind == "f" and is_large(row)}
+        self._large = {number: Large(self, number) for number, row in enumerate(self.rows) if row.kind == "f" and is_large(row)}
         for at, chunk in enumerate(self.chunks):
             if chunk[0].row in self._large:
                 self._large[chunk[0].row].chunks.append(at)
@@ -126,8 +115,7 @@ class Arrival:
                 data = os.pread(fd, row.size + 1, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
                 if len(data) != row.size or contents_of(memoryview(data)) != row.contents:
                     return False
-                self._dress(fd, piece.row)
-                self._know(fd, row)
+                self._know(self._dress(fd, piece.row), row)
             finally:
                 os.close(fd)
         return True
@@ -136,6 +124,7 @@ class Arrival:
 
     def put_files(self, descent: Descent, at: int, maps: list[Extents], data: memoryview) -> None:
         """Write the files of a chunk; `Mismatch`, and none of the bad one left, when one is not what its row says."""
+        within = parent = -1
         for piece, extents in zip(self.chunks[at], maps, strict=True):
             row = self.rows[piece.row]
             length = sum(size for _, size in extents)
@@ -143,22 +132,25 @@ class Arrival:
             whole = held if length == row.size else _spread(row.size, extents, held)
             if contents_of(whole) != row.contents:
                 raise Mismatch(shown(row.name))
-            fd = self._create(descent.seek(path_of(self.rows, row.parent)), row.name)
+            if row.parent != parent:
+                within, parent = descent.seek(path_of(self.rows, row.parent)), row.parent
+            fd = self._create(within, row.name, row.mode & 0o777)
             try:
                 if length != row.size:
                     os.ftruncate(fd, row.size)
                 for offset, size in extents:
-                    write_at(fd, whole[offset : offset + size], offset)
-                self._dress(fd, piece.row)
-                self._know(fd, row)
+                    _write_at(fd, whole[offset : offset + size], offset)
+                self._know(self._dress(fd, piece.row), row)
             finally:
                 os.close(fd)
         self._note(at)
 
-    def part(self, descent: Descent, at: int) -> int | None:
-        """The descriptor that a large file's part is to be written to; None for a chunk of whole files."""
+    def part(self, descent: Descent, at: int) -> Large | None:
+        """The large file that a chunk is a part of, open for writing; None for a chunk of whole files."""
         large = self._large.get(self.chunks[at][0].row)
-        return None if large is None else large.open(descent)
+        if large is not None:
+            large.open(descent)
+        return large
 
     def put_part(self, at: int) -> None:
         """A large file's part was written. `Mismatch`, and all of the file missing again, when it was the last and it is not what it is to be."""
@@ -177,6 +169,10 @@ class Arrival:
             for at in chunks:
                 self._has[at] = 0
             replace_whole(self._place / "has", bytes(self._has))
+
+    def is_part(self, at: int) -> bool:
+        """Whether a chunk is a part of a large file, and not several whole ones."""
+        return self.chunks[at][0].row in self._large
 
     def is_there(self, at: int) -> bool:
         return bool(self._has[at])
@@ -207,7 +203,7 @@ class Arrival:
         elif row.kind == "w":
             marks.make_whiteout(row.name, dir_fd=within)
         elif row.kind == "f":
-            fd = self._create(within, row.name)
+            fd = self._create(within, row.name, row.mode & 0o777)
             try:
                 self._dress(fd, number)
             finally:
@@ -219,23 +215,30 @@ class Arrival:
                 os.mknod(row.name, (stat.S_IFIFO if row.kind == "p" else stat.S_IFSOCK) | 0o600, dir_fd=within)
             self._dress_named(within, number)
 
-    def _create(self, within: int, name: bytes) -> int:
+    def _create(self, within: int, name: bytes, mode: int) -> int:
         try:
-            return os.open(name, _CREATE, 0o600, dir_fd=within)
+            return os.open(name, _CREATE, mode, dir_fd=within)
         except FileExistsError:
             os.unlink(name, dir_fd=within)  # of a fetch that was cut off
-            return os.open(name, _CREATE, 0o600, dir_fd=within)
+            return os.open(name, _CREATE, mode, dir_fd=within)
 
     # ---- looks: owner, attributes, mode, times, in the order in which none undoes another ----
 
-    def _dress(self, fd: int, number: int) -> None:
+    def _dress(self, fd: int, number: int) -> int:
+        """What it already looks like is not said again: a layer has files by the thousand. Gives its inode."""
         row = self.rows[number]
-        os.fchown(fd, row.uid, row.gid)
-        for name, value in self._attributes.get(number, ()):
+        found = os.fstat(fd)
+        is_owned = (found.st_uid, found.st_gid) == (row.uid, row.gid)
+        attributes = self._attributes.get(number, ())
+        if not is_owned:
+            os.fchown(fd, row.uid, row.gid)
+        for name, value in attributes:
             os.setxattr(fd, name, value)
-        os.fchmod(fd, row.mode)
+        if not is_owned or attributes or stat.S_IMODE(found.st_mode) != row.mode:
+            os.fchmod(fd, row.mode)
         mtime_ns = row.mtime_ns if row.kind == "f" else self._times[number]
         os.utime(fd, ns=(mtime_ns, mtime_ns))
+        return found.st_ino
 
     def _dress_named(self, within: int, number: int) -> None:
         row = self.rows[number]
@@ -246,67 +249,24 @@ class Arrival:
             os.chmod(row.name, row.mode, dir_fd=within)
         os.utime(row.name, ns=(self._times[number], self._times[number]), dir_fd=within, follow_symlinks=False)
 
-    def _know(self, fd: int, row: Row) -> None:
-        found = os.fstat(fd)
-        with self._guard:
-            self.known[found.st_ino, found.st_size, found.st_mtime_ns] = row.contents
-
-    # ---- what rows do not say ----
-
-    def _checked(self, rest: Mapping[str, Any]) -> tuple[dict[int, int], dict[int, list[tuple[str, bytes]]], int]:
-        """Times and attributes by their rows; nothing that a layer of this store may not have."""
-        try:
-            dated = [number for number, row in enumerate(self.rows) if row.kind in "dlps"]
-            times = dict(zip(dated, (int(one) for one in rest["times"]), strict=True))
-            stored = int(rest["stored"])
-            attributes = {
-                int(number): [(str(name), base64.b64decode(value, validate=True)) for name, value in some]
-                for number, some in rest["attributes"].items()
-            }
-            for number, some in attributes.items():
-                if not 0 <= number < len(self.rows):
-                    raise ValueError(f"those of an entry {number}, of which there is none")
-                if any(len(os.fsencode(name)) > _LONGEST_NAME or len(value) > _LONGEST_VALUE for name, value in some):
-                    raise ValueError(f"one of {shown(self.rows[number].name)} is too long")
-        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as exc:
-            raise StageFailed("layer", f"the layer is refused: its attributes are damaged ({exc!r:.200})") from None
-        if stored < 0 or any(not -_TIMES <= one <= _TIMES for one in times.values()):
-            raise StageFailed("layer", "the layer is refused: a time that no clock reaches")
-        for number, row in enumerate(self.rows):
-            if (row.attributes or number in attributes) and attributes_hash(attributes.get(number, ())) != row.attributes:
-                raise StageFailed("layer", f"the layer is refused: attributes of {shown(row.name)} that are not its own")
-        for number, some in attributes.items():
-            for name, value in some:
-                self._check_attribute(self.rows[number], name, value)
-        return times, attributes, stored
-
-    def _check_attribute(self, row: Row, name: str, value: bytes) -> None:
-        """A user's own, access lists and capabilities; of overlay's only what layers of this store's kind are made with."""
-        if name == marks.opaque(self._marks):
-            is_kept = row.kind == "d" and value in (b"y", b"x")
-        elif name == marks.redirect(self._marks):
-            parts = value.split(b"/")
-            is_kept = row.kind == "d" and _REDIRECT.fullmatch(value) is not None and b".." not in parts and b"." not in parts
-        elif name.startswith(marks.prefix(self._marks)):
-            is_kept = False
-        else:
-            is_kept = name.startswith("user.") or name in ("security.capability", "system.posix_acl_access", "system.posix_acl_default")
-        if not is_kept or "\0" in name:
-            raise StageFailed("layer", f"the layer is refused: the extended attribute {name[:80]!r} of {shown(row.name)}")
+    def _know(self, inode: int, row: Row) -> None:
+        """Its contents were hashed, and it is dressed."""
+        self.known[inode, row.size, row.mtime_ns] = row.contents
 
 
-class _Large:
+class Large:
     """A file of several chunks. It is hashed from its beginning as far as it is there, by whoever wrote the chunk that was missing."""
 
     def __init__(self, arrival: Arrival, number: int) -> None:
         self._arrival = arrival
         self._number = number
         self._hashing = threading.Lock()
+        self._writing = threading.Lock()
         self._reader: ContentsOf | None = None
         self.chunks: list[int] = []
         self.fd = -1
 
-    def open(self, descent: Descent) -> int:
+    def open(self, descent: Descent) -> None:
         """From its first chunk to its last: a layer has more such files than a process may have open."""
         row = self._arrival.rows[self._number]
         with self._hashing:
@@ -318,7 +278,15 @@ class _Large:
                     self.fd = os.open(row.name, _CREATE, 0o600, dir_fd=within)
                 os.ftruncate(self.fd, row.size)
                 self._reader = ContentsOf(self.fd, row.size, is_sparse=True)
-            return self.fd
+
+    def write(self, data: memoryview, offset: int) -> None:
+        # The kernel writes to one file for one thread at a time and has the others spin meanwhile: a third of a processor, for two of them.
+        with self._writing:
+            _write_at(self.fd, data, offset)
+
+    def begin_writing(self, offset: int, length: int) -> None:
+        """Or the disk would begin when the last byte of all has come."""
+        begin_writing(self.fd, offset, length)
 
     def hash_on(self) -> None:
         row = self._arrival.rows[self._number]
@@ -343,8 +311,7 @@ class _Large:
             self._arrival.forget(self.chunks)
             raise Mismatch(shown(row.name))
         self._reader = None
-        self._arrival._dress(self.fd, self._number)
-        self._arrival._know(self.fd, row)
+        self._arrival._know(self._arrival._dress(self.fd, self._number), row)
         self.close()
 
     def _reader_at(self) -> int:
@@ -363,7 +330,7 @@ class _Large:
             self.fd = -1
 
 
-def write_at(fd: int, data: memoryview, offset: int) -> None:
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
     while data:
         done = os.pwrite(fd, data, offset)
         data, offset = data[done:], offset + done
@@ -396,15 +363,3 @@ def _spread(size: int, extents: Extents, data: memoryview) -> memoryview:
         whole[offset : offset + length] = data[:length]
         data = data[length:]
     return memoryview(whole)
-
-
-def _unpacked(packed: bytes) -> Mapping[str, Any]:
-    unpacker = zlib.decompressobj()
-    try:
-        data = unpacker.decompress(packed, _MOST_REST)
-        value = json.loads(data) if unpacker.eof and not unpacker.unused_data else None
-    except (zlib.error, ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise StageFailed("layer", "the layer is refused: its attributes are damaged")
-    return value

@@ -1,16 +1,18 @@
-"""Says to the owners of claims, now and then, that this node is still at what it has claimed: a process that was stopped does not."""
+"""Says now and then, to whoever waits for this node, that it is still at it: a process that was stopped does not."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 from untax.cluster.transfer.wire import BEAT_S, PeerFault, Wire
 
 
 class Beats:
-    """One thread for all claims, from the first to `close`."""
+    """One thread for all connections, from the first to `close`. `said` is what is sent on each every `BEAT_S`."""
 
-    def __init__(self) -> None:
+    def __init__(self, said: dict[str, Any]) -> None:
+        self._said = said
         self._changed = threading.Condition()
         self._wires: set[Wire] = set()
         self._is_closed = False
@@ -46,6 +48,6 @@ class Beats:
                 self._changed.wait_for(lambda: self._is_closed, BEAT_S)
                 for wire in list(self._wires):
                     try:
-                        wire.send_at_once({"op": "beat"})
+                        wire.send_at_once(self._said)
                     except PeerFault:
                         self._wires.discard(wire)  # whoever uses it learns it there

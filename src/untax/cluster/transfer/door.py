@@ -22,6 +22,7 @@ _log = logging.getLogger("untax.transfer")
 _MOST = 64  # connections that have not said hello yet, each with a thread: a node takes milliseconds for it
 _BACKLOG = 256
 _LONGEST_HELLO = 4096  # bytes
+_WARN_S = 10.0  # between two warnings of somebody without a token: anybody can make us write them
 _PAUSE_S = 0.1  # while there are no descriptors or threads to be had: nothing tells when there are again
 
 
@@ -37,6 +38,7 @@ class Door:
         self._greeting: dict[socket.socket, None] = {}  # the oldest first
         self._threads: set[threading.Thread] = set()
         self._closed = threading.Event()
+        self._warned_at = float("-inf")
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG)
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
         self._accepting = threading.Thread(target=self._accept, name="untax-layers-door", daemon=True)
@@ -109,10 +111,16 @@ class Door:
         else:
             sock.close()
 
+    def _warn(self, who: str) -> None:
+        level = logging.DEBUG
+        if time.monotonic() - self._warned_at > _WARN_S:
+            level, self._warned_at = logging.WARNING, time.monotonic()
+        _log.log(level, "somebody at %s has not this fleet's token", who)
+
     def _is_ours(self, wire: Wire, until: float) -> bool:
         said = wire.receive(until=until, most=_LONGEST_HELLO)
         if said.get("op") != "hello" or not hmac.compare_digest(str(said.get("token")).encode(errors="replace"), self._token):
-            _log.warning("somebody at %s has not this fleet's token", wire.who)
+            self._warn(wire.who)
             wire.send_at_once(
                 {"error": f"node {self._node}: this is not its fleet's token; take one with Fleet.ticket from a running fleet"}
             )
@@ -121,5 +129,6 @@ class Door:
             theirs = f"{said.get('version')!r:.40}"
             wire.send_at_once({"error": f"node {self._node} runs untax {__version__}, you {theirs}: install one release on all nodes"})
             return False
+        # A name goes into logs, and into answers to others.
         wire.who = ascii(str(said.get("node"))[:200])[1:-1]
         return True

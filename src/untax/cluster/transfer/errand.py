@@ -26,6 +26,7 @@ _ROUNDS = 4  # claims, each after nodes that were said to have it and gave nothi
 _ASKED_S = 3.0  # of a node that is to say what it has; a build is longer
 _GRACE_S = 0.02  # after the first who has it, for others to go on with if that one fails
 _AT_ONCE = 32  # nodes that are asked
+_LONGEST_MESSAGE, _LONGEST_LOG = 4000, 1 << 16  # of a failure, as it is told to others
 
 
 class Found(NamedTuple):
@@ -53,6 +54,8 @@ class Errand:
         self._open = contextlib.ExitStack()
         self.reasons: list[str] = []
         """Why nodes that were asked for it gave nothing, for people."""
+        self.fetch_s = 0.0
+        """What `begin` took since it was said who has it."""
 
     # ---- before ----
 
@@ -64,19 +67,23 @@ class Errand:
         tried: set[str] = set()
         for _ in range(_ROUNDS):
             verdict = self._claim(tried)
+            began_s = time.monotonic()
             if self.wires.stopped.is_set():
                 raise StageUnavailable(self._name, "the transfer was stopped")
             if verdict.outcome == "failed":
-                raise StageFailed(self._name, verdict.message, verdict.log.encode(errors="surrogateescape"))
+                raise StageFailed(self._name, verdict.message, _bytes_of(verdict.log))
             if verdict.outcome == "granted":
                 found = self.look(self._transfer.peers())
                 if not found:
                     return None
                 self._say("there", holders=[one.peer.node for one in found])
-                return self.bring(found)
+                record = self.bring(found)
+                self.fetch_s = time.monotonic() - began_s
+                return record
             found = self.look([peer for peer in self._transfer.peers() if peer.node in verdict.holders])
             record = self.bring(found) if found else None
             if record is not None:
+                self.fetch_s = time.monotonic() - began_s
                 return record
             tried.update(verdict.holders)
             self.left()
@@ -92,7 +99,7 @@ class Errand:
                 return ticket.wait()
             try:
                 wire = self._open.enter_context(self.wires.holding(self._transfer.dialer.dial(by_node[node])))
-                verdict = _verdict(node, wire.ask_long("claim", key=self._key, not_at=sorted(tried)))
+                verdict = _verdict(node, wire.ask("claim", key=self._key, not_at=sorted(tried)))
                 self._owner = wire
                 if verdict.outcome == "granted":
                     self._transfer.beats.add(wire)
@@ -179,7 +186,8 @@ class Errand:
 
     def failed(self, error: StageFailed) -> None:
         """Its recipe failed here, and would elsewhere: those who wait are told."""
-        self._say("done", outcome="failed", message=error.message, log=error.log.decode(errors="surrogateescape"))
+        log = error.log[-_LONGEST_LOG:].decode(errors="surrogateescape")
+        self._say("done", outcome="failed", message=error.message[:_LONGEST_MESSAGE], log=log)
         self.left()
 
     def left(self) -> None:
@@ -218,6 +226,14 @@ def _verdict(node: str, said: Mapping[str, Any]) -> Verdict:
     return Verdict(outcome, tuple(str(one) for one in holders), str(said.get("message")), str(said.get("log")))
 
 
+def _bytes_of(log: str) -> bytes:
+    """Of what was printed, whatever it was; and of what nobody can have printed, something like it."""
+    try:
+        return log.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return log.encode(errors="replace")
+
+
 def settle(transfer: Transfer, ticket: Ticket, op: str, said: Mapping[str, Any]) -> None:
     """What the holder of a claim says, at the owner."""
     holders = said.get("holders")
@@ -226,4 +242,4 @@ def settle(transfer: Transfer, ticket: Ticket, op: str, said: Mapping[str, Any])
     elif said.get("outcome") == "there":
         transfer.claims.there(ticket.key, [ticket.node])
     elif said.get("outcome") == "failed":
-        transfer.claims.failed(ticket, str(said.get("message"))[:4000], str(said.get("log"))[-65_536:])
+        transfer.claims.failed(ticket, str(said.get("message"))[:_LONGEST_MESSAGE], str(said.get("log"))[-_LONGEST_LOG:])

@@ -16,14 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from untax._remove import remove_tree
-from untax.cluster.transfer.arrival import Arrival, Mismatch, read_map, write_at
+from untax.cluster.transfer.arrival import Arrival, Large, Mismatch, read_map
 from untax.cluster.transfer.outgoing import STEP
 from untax.cluster.transfer.pace import Wanted, locked
 from untax.cluster.transfer.plan import CHUNK_BYTES
 from untax.cluster.transfer.wire import SILENCE_S, Dialer, Peer, PeerFault, Wire, Wires
 from untax.core.errors import StageFailed, StageUnavailable
 from untax.layers._descent import Descent
-from untax.layers._durable import begin_writing
 from untax.layers.rows import MOST_BYTES
 from untax.layers.spares import using
 from untax.layers.store import Layer, LayerStore
@@ -162,6 +161,8 @@ class Fetch:
     def _require_room(self, wanted: int) -> None:
         short = self.store.shortage_bytes(wanted)
         if short > 0:
+            if self.throttle.is_patient:  # it may have been said to be smaller
+                raise StageUnavailable("layer", f"{short} bytes short of a layer that nobody waits for, and nothing goes for one of those")
             # What all of the store together has no room for evicts nothing of it.
             there = sum(layer.bytes for layer in self.store.layers()) + sum(spare.bytes for spare in self.store.spares())
             if short <= there:
@@ -188,15 +189,17 @@ class _Crew:
         self._peer = peer
         self._layer_id = layer_id
         self._guard = threading.Lock()
-        self._left = deque(arrival.missing)
+        missing = arrival.missing
+        self._files = deque(at for at in missing if not arrival.is_part(at))
+        self._parts = deque(at for at in missing if arrival.is_part(at))
         self._total = arrival.contents_bytes
-        self._done = self._total - sum(piece.length for at in self._left for piece in arrival.chunks[at])
+        self._done = self._total - sum(piece.length for at in missing for piece in arrival.chunks[at])
         self._brought = 0
         self._fault: BaseException | None = None
 
     def run(self, wire: Wire) -> None:
         """All that is missing. What one of them met with ends the others, and is raised."""
-        more = min(self._fetch.connections, len(self._left)) - 1
+        more = min(self._fetch.connections, len(self._files) + len(self._parts)) - 1
         threads = [threading.Thread(target=self._work, name="untax-fetch", daemon=True) for _ in range(more)]
         for thread in threads:
             thread.start()
@@ -213,36 +216,41 @@ class _Crew:
     def _work(self, wire: Wire | None = None) -> None:
         try:
             if wire is not None:
-                self._fill(wire)
+                self._fill(wire, self._files, self._parts)
                 return
-            try:
-                more = self._fetch.dialer.dial(self._peer)
-            except PeerFault as exc:
-                _log.debug("%s: one connection fewer: %s", self._layer_id[:19], exc)
-                return
-            with self._fetch.wires.holding(more) as own:
-                own.ask("layer", layer=self._layer_id, is_known=True)
-                self._fill(own)
+            with contextlib.ExitStack() as stack:
+                try:
+                    own = stack.enter_context(self._fetch.wires.holding(self._fetch.dialer.dial(self._peer)))
+                    own.ask("layer", layer=self._layer_id, is_known=True)
+                except PeerFault as exc:  # nothing was asked of it yet; should the node be gone, the first one learns it too
+                    _log.debug("%s: one connection fewer: %s", self._layer_id[:19], exc)
+                    return
+                self._fill(own, self._parts, self._files)
         except BaseException as exc:  # told by `run`, in the thread that waits for all
             with self._guard:
                 self._fault = self._fault or exc
-                self._left.clear()
+                self._files.clear()
+                self._parts.clear()
 
-    def _fill(self, wire: Wire) -> None:
+    def _fill(self, wire: Wire, first: deque[int], then: deque[int]) -> None:
+        """Small files keep the interpreter busy, parts of large ones the wire and the disk: one connection begins with the former, the others with
+        the latter, so that neither waits for the other to end.
+        """
         buffer = memoryview(bytearray(CHUNK_BYTES))
         asked: deque[int] = deque()
         with Descent(self._arrival.tree) as descent:
             while True:
-                while len(asked) < _AHEAD and (at := self._next()) is not None:
+                while len(asked) < _AHEAD and (at := self._next(first, then)) is not None:
                     wire.send({"op": "chunk", "chunk": at})
                     asked.append(at)
                 if not asked:
                     return
                 self._take(wire, descent, asked.popleft(), buffer)
 
-    def _next(self) -> int | None:
+    def _next(self, first: deque[int], then: deque[int]) -> int | None:
         with self._guard:
-            return self._left.popleft() if self._left else None
+            some = first or then
+            return some.popleft() if some else None
 
     def _take(self, wire: Wire, descent: Descent, at: int, buffer: memoryview) -> None:
         chunk = self._arrival.chunks[at]
@@ -254,14 +262,14 @@ class _Crew:
         maps = read_map(memoryview(wire.read(size, within_s=SILENCE_S)), chunk)
         if sum(part for extents in maps for _, part in extents) != data:
             raise PeerFault(f"{wire.who}: a chunk that is not as long as its map says")
-        fd = self._arrival.part(descent, at)
-        if fd is None:
+        large = self._arrival.part(descent, at)
+        if large is None:
             wire.read_into(buffer[:data], within_s=SILENCE_S)
             self._arrival.put_files(descent, at, maps, buffer[:data])
         else:
             for offset, part in maps[0]:
-                self._stream(wire, fd, offset, part, buffer)
-            begin_writing(fd, chunk[0].offset, length)  # or the disk would begin when the last byte of all has come
+                self._stream(wire, large, offset, part, buffer)
+            large.begin_writing(chunk[0].offset, length)
             self._arrival.put_part(at)
         self._fetch.throttle.take(data, self._fetch.wires.hurried)
         with self._guard:
@@ -269,12 +277,12 @@ class _Crew:
             self._brought += 1
             self._fetch.told(self._done, self._total)
 
-    def _stream(self, wire: Wire, fd: int, offset: int, size: int, buffer: memoryview) -> None:
+    def _stream(self, wire: Wire, large: Large, offset: int, size: int, buffer: memoryview) -> None:
         end = offset + size
         while offset < end:
             view = buffer[: min(STEP, end - offset)]
             wire.read_into(view, within_s=SILENCE_S)
-            write_at(fd, view, offset)
+            large.write(view, offset)
             offset += len(view)
 
 

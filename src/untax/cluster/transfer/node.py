@@ -7,7 +7,7 @@ import functools
 import logging
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from untax.cluster.transfer.ahead import Ahead
@@ -21,7 +21,8 @@ from untax.cluster.transfer.wire import Dialer, Peer, PeerFault, Refused
 from untax.core.errors import StageError, StageFailed, StageUnavailable, UntaxError, UsageError
 from untax.core.stage import Stage
 from untax.layers._held import alone
-from untax.layers.record import SNAPSHOT, StageRecord, is_key
+from untax.layers.build import Obtained
+from untax.layers.record import SNAPSHOT, is_key
 from untax.layers.sources import Progress
 from untax.layers.store import LayerStore
 
@@ -43,9 +44,12 @@ class Transfer:
         host: str,
         port: int = 0,
         untold_uses: Callable[[], Mapping[str, int]] = dict,
+        arrived: Callable[[Sequence[str]], object] = list,
         budget: Budget | None = Budget(),  # noqa: B008 — frozen
     ) -> None:
-        """`untold_uses`: of stages, beyond what the store knows of. `budget`: of what is brought ahead of demand; None for nothing."""
+        """`untold_uses`: of stages, beyond what the store knows of. `arrived` is told, in any thread, the keys of stages that came without a
+        lease having asked for them. `budget`: of what is brought ahead of demand; None for nothing.
+        """
         self.node = node
         self.store = store
         self.claims = Claims()
@@ -55,9 +59,11 @@ class Transfer:
         self._errands: set[Errand] = set()
         self._copying: set[threading.Thread] = set()
         self._is_closed = False
-        self.beats = Beats()
+        self.beats = Beats({"op": "beat"})
+        """To the owners of what this node has claimed."""
         self.wanted = Wanted()
         self.untold_uses = untold_uses
+        self.arrived = arrived
         self.ahead = Ahead(self, budget or Budget())
         self._is_spreading = budget is not None
         ops = {"claim": self._claim, "there": self._settle, "done": self._settle, "bring": self._bring, "hot": self.ahead.tell}
@@ -109,7 +115,7 @@ class Transfer:
     # ---- for the engine ----
 
     @contextlib.asynccontextmanager
-    async def obtain(self, stage: Stage, progress: Progress) -> AsyncIterator[StageRecord | None]:
+    async def obtain(self, stage: Stage, progress: Progress) -> AsyncIterator[Obtained | None]:
         """As `StageSource` promises. One that is alone in its fleet builds."""
         if not self.peers():
             yield None
@@ -118,7 +124,7 @@ class Transfer:
         try:
             record = await alone(errand.begin, errand.stop)
             try:
-                yield record
+                yield None if record is None else Obtained(record, errand.fetch_s)
             except StageFailed as exc:
                 if exc.found_no_room:  # which is true of this node: the next in line may have some
                     raise
@@ -145,6 +151,8 @@ class Transfer:
             if record is None:
                 raise StageUnavailable(SNAPSHOT, f"node {node} gave no {key} to {self.node}: {'; '.join(errand.reasons) or 'it has none'}")
             self.store.put_stage(record)
+            if record.name != SNAPSHOT:
+                self.arrived([key])
         finally:
             self._ended(errand)
 
@@ -227,7 +235,8 @@ def copy(dialer: Dialer, to: Peer, key: str, source: str) -> None:
     """Ask a node to bring something from another; returns when it is there. `StageUnavailable` in that node's words."""
     try:
         with dialer.dial(to) as wire:
-            wire.ask_long("bring", key=key, **{"from": source})
+            wire.send({"op": "bring", "key": key, "from": source})
+            wire.answer()
     except Refused as exc:
         raise StageUnavailable(SNAPSHOT, f"it was not copied: {exc}") from None
     except PeerFault as exc:

@@ -47,25 +47,29 @@ class Outgoing:
         chunk = self._chunks[number]
         with Descent(self._tree) as descent:
             if len(chunk) == 1:
-                with self._opened(descent, chunk[0].row) as fd:
-                    self._send_part(wire, fd, chunk[0])
+                with self._opened(descent, chunk[0].row) as (fd, is_sparse):
+                    self._send_part(wire, fd, chunk[0], is_sparse)
             else:
                 self._send_files(wire, descent, chunk)
 
     def _send_files(self, wire: Wire, descent: Descent, chunk: tuple[Piece, ...]) -> None:
-        counts, extents, data = bytearray(), bytearray(), bytearray()
+        counts, extents = bytearray(), bytearray()
+        data = memoryview(bytearray(sum(piece.length for piece in chunk)))
+        end = 0
         for piece in chunk:
-            with self._opened(descent, piece.row) as fd:
-                found = list(_extents(fd, 0, piece.length))
+            with self._opened(descent, piece.row) as (fd, is_sparse):
+                found = _extents(fd, 0, piece.length, is_sparse)
                 counts += COUNT.pack(len(found))
                 for at, length in found:
                     extents += EXTENT.pack(at, length)
-                    data += _exactly(fd, at, length)
-        wire.send({"map": len(counts) + len(extents), "bytes": len(data)})
-        wire.send_bytes(counts + extents + data)
+                    _read_into(fd, data[end : end + length], at)
+                    end += length
+        wire.send({"map": len(counts) + len(extents), "bytes": end})
+        wire.send_bytes(counts + extents)
+        wire.send_bytes(data[:end])
 
-    def _send_part(self, wire: Wire, fd: int, piece: Piece) -> None:
-        found = list(_extents(fd, piece.offset, piece.length))
+    def _send_part(self, wire: Wire, fd: int, piece: Piece, is_sparse: bool) -> None:
+        found = _extents(fd, piece.offset, piece.length, is_sparse)
         head = COUNT.pack(len(found)) + b"".join(EXTENT.pack(at, length) for at, length in found)
         wire.send({"map": len(head), "bytes": sum(length for _, length in found)})
         wire.send_bytes(head)
@@ -74,20 +78,20 @@ class Outgoing:
             end = at + length
             while at < end:
                 view = buffer[: min(STEP, end - at)]
-                if os.preadv(fd, [view], at) != len(view):
-                    raise OSError(errno.EIO, "a file became shorter while it was sent")
+                _read_into(fd, view, at)
                 wire.send_bytes(view)
                 at += len(view)
 
     @contextlib.contextmanager
-    def _opened(self, descent: Descent, number: int) -> Iterator[int]:
+    def _opened(self, descent: Descent, number: int) -> Iterator[tuple[int, bool]]:
+        """Its descriptor, and whether there may be holes in it."""
         row = self._rows[number]
         fd = os.open(row.name, _READ, dir_fd=descent.seek(path_of(self._rows, row.parent)))
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != row.size:
                 raise OSError(errno.EIO, "a file is not what it was when it was stored")
-            yield fd
+            yield fd, found.st_blocks * 512 < found.st_size
         finally:
             os.close(fd)
 
@@ -119,28 +123,26 @@ def _attributes(at: int | bytes) -> Iterator[tuple[str, bytes]]:
             yield name, os.getxattr(at, name, follow_symlinks=follow)
 
 
-def _extents(fd: int, at: int, length: int) -> Iterator[tuple[int, int]]:
+def _extents(fd: int, at: int, length: int, is_sparse: bool) -> list[tuple[int, int]]:
     """Where there is data in a part of a file."""
+    if not is_sparse:
+        return [(at, length)]
+    found = []
     end = at + length
-    found = os.fstat(fd)
-    if found.st_blocks * 512 >= found.st_size:
-        yield at, length
-        return
     while at < end:
         try:
             at = os.lseek(fd, at, os.SEEK_DATA)
         except OSError as exc:
             if exc.errno == errno.ENXIO:  # a hole up to the end
-                return
+                break
             raise
         stop = min(os.lseek(fd, at, os.SEEK_HOLE), end)
         if at < stop:
-            yield at, stop - at
+            found.append((at, stop - at))
         at = stop
+    return found
 
 
-def _exactly(fd: int, at: int, length: int) -> bytes:
-    data = os.pread(fd, length, at)
-    if len(data) != length:
+def _read_into(fd: int, view: memoryview, at: int) -> None:
+    if os.preadv(fd, [view], at) != len(view):
         raise OSError(errno.EIO, "a file became shorter while it was sent")
-    return data

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from untax.cluster.transfer.beats import Beats
 from untax.cluster.transfer.claims import Ticket
 from untax.cluster.transfer.door import Door
 from untax.cluster.transfer.errand import kind_of
@@ -27,7 +28,7 @@ from untax.layers.store import LayerStore, Pin
 
 _log = logging.getLogger("untax.transfer")
 _MOST = 4096  # connections: three for each fetch and one for each claim, of every node in the fleet
-_THREADS = 128  # questions that are answered at once; others wait for their turn
+_THREADS = 128  # questions that are answered at once; others wait for their turn, and are told so
 _LINGER_S = 0.02  # that a thread waits for the next question of who is being sent a layer: it is on its way
 _IDLE_S = 3600.0  # without a word from who has no claim; to read again what had come of a large layer takes minutes
 _READ_ONCE = 4  # layers whose rows are kept in memory, those asked for last
@@ -122,6 +123,7 @@ class Server:
         self.address = self._door.address
         self._room: Room[Session] = Room(self._called)
         self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS, thread_name_prefix="untax-layers")
+        self._line = Beats({"wait": True})  # those who wait for a thread
 
     def start(self) -> None:
         self._room.start()
@@ -137,6 +139,7 @@ class Server:
         for session in self._room.close():
             self._end(session)
         self._threads.shutdown()
+        self._line.close()
         for session in list(self._sessions):
             self._end(session)
 
@@ -182,13 +185,18 @@ class Server:
     def _queue(self, session: Session) -> None:
         with self._guard:
             self._queued += 1
+        self._line.add(session.wire)
         try:
             self._threads.submit(self._talk, session)
         except RuntimeError as exc:  # closed, or there are no threads to be had
             _log.debug("a connection ends: %s", exc)
-            with self._guard:
-                self._queued -= 1
+            self._begun(session)
             self._end(session)
+
+    def _begun(self, session: Session) -> None:
+        self._line.drop(session.wire)
+        with self._guard:
+            self._queued -= 1
 
     def _end(self, session: Session) -> None:
         with self._guard:
@@ -197,8 +205,7 @@ class Server:
 
     def _talk(self, session: Session) -> None:
         """One question, and those behind it unless others wait for a thread."""
-        with self._guard:
-            self._queued -= 1
+        self._begun(session)
         try:
             while True:
                 self._turn(session)

@@ -94,13 +94,6 @@ class Wire:
         self.send({"op": op, **said})
         return self.answer(waits_s=waits_s)
 
-    def ask_long(self, op: str, **said: Any) -> dict[str, Any]:
-        """The answer to what takes its time: as long as the other end says every `BEAT_S` that it is at it."""
-        self.send({"op": op, **said})
-        while (answer := self.answer()).get("wait") is True:
-            pass
-        return answer
-
     def send_at_once(self, message: dict[str, Any]) -> None:
         """A few bytes to whom they can be sent without waiting; `PeerFault` for one that has taken none for long."""
         with self._faults():
@@ -112,7 +105,9 @@ class Wire:
                 self._stream.settimeout(SILENCE_S)
 
     def answer(self, *, waits_s: float | None = None, until: float | None = None) -> dict[str, Any]:
-        message = self.receive(waits_s=waits_s, until=until)
+        """However long it takes, as long as the other end says every `BEAT_S` that it is still to come; but no later than `until`."""
+        while (message := self.receive(waits_s=waits_s, until=until)).get("wait") is True:
+            pass
         if "error" in message:
             raise Refused(f"{self.who}: {str(message['error'])[:1000]}")
         return message

@@ -28,6 +28,8 @@ class Nodes:
     """For layers; the stages worth least go when it is full."""
     starts: int = 4
     """How much may be starting at once: sandboxes being created, stages being built."""
+    link_mib_s: int = 0
+    """How fast a layer comes from another node; 0: none does, and every node builds for itself."""
 
     @property
     def room(self) -> int:
@@ -41,6 +43,8 @@ class Step:
 
     seconds: float
     mib: int
+    fetch_s: float | None = None
+    """What it takes to come from a node that has it, on the average; None: what its MiB take over the link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,9 @@ class Operations:
     create_s: float = 0.005
     bind_s: float = 0.0005
     reset_s: float = 0.005
+    # Of a layer of a few KiB between two nodes, `python -m benchmarks.layer_transfer --mib 0`.
+    arrive_s: float = 0.03
+    """What a stage that comes from another node takes beside its bytes: finding out who has it, checking, putting it into the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +108,13 @@ class Description:
     """A recorded trace, which takes the place of the drawn one."""
     warmup: float = 0.5
     """The share of the rollouts, the first ones, that are played and not counted: nodes begin with nothing on them."""
+
+    def fetch_s(self, name: str) -> float | None:
+        """What a stage of this rung takes to come from a node that has it; None where stages do not travel."""
+        step = self.stages.of(name)
+        if step.fetch_s is not None:
+            return step.fetch_s
+        return self.operations.arrive_s + step.mib / self.fleet.link_mib_s if self.fleet.link_mib_s else None
 
     def with_rollouts(self, rollouts: int) -> Description:
         """Of one trace, and of each cell of the grid."""
@@ -149,8 +163,8 @@ def _fleet(said: Any) -> Nodes:
     table = _only(said, "[fleet]", _names(Nodes))
     if absent := [name for name in ("nodes", "memory_mib", "sandbox_mib", "store_mib") if name not in table]:
         raise UsageError(f"[fleet] does not say {', '.join(absent)}")
-    most = {"nodes": _MOST_NODES}
-    fleet = Nodes(**{name: _whole(value, f"[fleet] {name}", 1, most.get(name, 1 << 40)) for name, value in table.items()})
+    least, most = {"link_mib_s": 0}, {"nodes": _MOST_NODES}
+    fleet = Nodes(**{name: _whole(value, f"[fleet] {name}", least.get(name, 1), most.get(name, 1 << 40)) for name, value in table.items()})
     if fleet.room < 1:
         raise UsageError(f"[fleet] memory_mib = {fleet.memory_mib} holds no sandbox of {fleet.sandbox_mib} MiB")
     return fleet
@@ -159,15 +173,17 @@ def _fleet(said: Any) -> Nodes:
 def _costs(stages: Any, operations: Any, beside: Path) -> tuple[Steps, Operations]:
     said = dict(_only(stages, "[stages]", (*_names(Steps), "ledgers")))
     ledgers = said.pop("ledgers", None)
-    known = measured(beside / _text(ledgers, "[stages] ledgers")) if ledgers is not None else Measured({}, {})
+    known = measured(beside / _text(ledgers, "[stages] ledgers")) if ledgers is not None else Measured({}, {}, {})
     usual = Steps()
     values: dict[str, Any] = {}
     for name in ("image", "repo", "deps"):
         step = _only(said.get(name, {}), f"[stages] {name}", _names(Step))
         seconds = step.get("seconds", known.stages.get(name, usual.of(name).seconds))
+        fetch_s = step.get("fetch_s", known.fetched.get(name))
         values[name] = Step(
             _number(seconds, f"[stages] {name}.seconds", 0.0, 1e6),
             _whole(step.get("mib", usual.of(name).mib), f"[stages] {name}.mib", 0, 1 << 30),
+            None if fetch_s is None else _number(fetch_s, f"[stages] {name}.fetch_s", 0.0, 1e6),
         )
     values["spread"] = _number(said.get("spread", usual.spread), "[stages] spread", 0.0, 3.0)
     given = _only(operations, "[operations]", _names(Operations))

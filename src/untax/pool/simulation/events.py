@@ -1,7 +1,8 @@
 """The discrete events: a rollout arrives, is placed, becomes ready, is held, and gives its sandbox back.
 
 What happens on a node is what an engine does there. An exact hit is bound. Anything else needs one of the node's starts: stages
-that are missing are built first, each once however many wait for it, then a sandbox is created, or the parked one is used. At
+that are missing are put in place first, each once however many wait for it, then a sandbox is created, or the parked one is used. A stage
+that can travel is built once in the fleet: it comes from a node that has it, and one that another node is building is waited for. At
 its end a sandbox is reset and parked again within the node's targets, or destroyed. Parked ones make way for live ones.
 Work for one event does not depend on how many nodes or rollouts there are, but for the logarithm of the event queue.
 """
@@ -10,22 +11,23 @@ from __future__ import annotations
 
 import json
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
 from untax.core.errors import UsageError
-from untax.pool.costs import Costs
+from untax.pool.costs import FETCH, Costs
 from untax.pool.placement import Choice
 from untax.pool.simulation.description import Description
 from untax.pool.simulation.node import Job, Node
 from untax.pool.simulation.outcome import Outcome, Tally
-from untax.pool.simulation.policies import POLICIES
+from untax.pool.simulation.policies import POLICIES, Reach
 from untax.pool.simulation.targets import Targets
 from untax.pool.simulation.trace import Spec, Trace
 
-_BUILT, _READY, _GIVEN_BACK, _REFILLED = range(4)
+_BUILT, _FETCHED, _READY, _GIVEN_BACK, _REFILLED = range(5)
 
 
 def simulate(description: Description, trace: Trace, policy: str, seed: int) -> Outcome:
@@ -37,15 +39,12 @@ def simulate(description: Description, trace: Trace, policy: str, seed: int) -> 
 
 def first_costs(description: Description) -> Costs:
     """What is expected before anything was built: the averages that the description has."""
-    stages, operations = description.stages, description.operations
-    by_name = {
-        "image": stages.image.seconds,
-        "repo": stages.repo.seconds,
-        "deps": stages.deps.seconds,
-        "create": operations.create_s,
-        "bind": operations.bind_s,
-        "reset": operations.reset_s,
-    }
+    operations = description.operations
+    by_name = {"create": operations.create_s, "bind": operations.bind_s, "reset": operations.reset_s}
+    for name in ("image", "repo", "deps"):
+        by_name[name] = description.stages.of(name).seconds
+        if (fetch_s := description.fetch_s(name)) is not None:
+            by_name[FETCH + name] = fetch_s
     return Costs.from_json(json.dumps({"version": 1, "by_name": by_name, "by_key": {}}))
 
 
@@ -54,8 +53,12 @@ class _Run:
         self._trace = trace
         self._operations = description.operations
         self._costs = first_costs(description)
+        self._copies: Counter[str] = Counter()  # on how many nodes each stage lies
+        self._awaited: dict[str, list[Job]] = {}  # stages that can travel and are being built, and who waits for each on other nodes
         self._policy_name = policy
-        self._policy = POLICIES[policy](description.fleet.nodes, self._costs, random.Random(f"policy {seed}"))
+        reach = Reach(self._costs, self._copies)
+        self._policy = POLICIES[policy](description.fleet.nodes, reach, random.Random(f"policy {seed}"))
+        self._specs = [tuple(replace(stage, is_portable=stage.key in trace.fetch_s) for stage in spec) for spec in trace.specs]
         self._targets = Targets(description, trace, self._costs)
         mib_of = {stage.key: description.stages.of(stage.name).mib for spec in trace.specs for stage in spec}
         self._nodes = [Node(number, description.fleet, trace.build_s, mib_of) for number in range(description.fleet.nodes)]
@@ -70,7 +73,7 @@ class _Run:
         self._now_s = 0.0
 
     def play(self) -> Outcome:
-        events, specs = self._events, self._trace.specs
+        events, specs = self._events, self._specs
         for place, (arrive_s, number, hold_s) in enumerate(self._trace):
             while events and events[0][0] <= arrive_s:
                 self._happen()
@@ -89,9 +92,9 @@ class _Run:
             assert isinstance(what, Job)
             self._started(node, what)
             self._ready(what, self._now_s)
-        elif event == _BUILT:
+        elif event in (_BUILT, _FETCHED):
             assert isinstance(what, Job)
-            self._built(node, what)
+            self._in_place(node, what, is_fetched=event == _FETCHED)
         else:
             assert isinstance(what, tuple)
             self._refilled(node, what)
@@ -103,7 +106,7 @@ class _Run:
 
     def _arrive(self, job: Job) -> None:
         # First come, first served: with others waiting there is no room for this one either.
-        choice = None if self._waiting else self._policy.choose(job.spec)
+        choice = None if self._waiting else self._policy.choose(job.spec, self._now_s)
         if choice is None:
             self._waiting.append(job)
         else:
@@ -119,6 +122,9 @@ class _Run:
         elif not node.has_memory and node.parked:
             self._unpark(node, next(iter(node.parked)))
         node.live += 1
+        self._policy.leased(node.number, node.live, node.store.filled)
+        if job.missing:
+            self._policy.begins(node.number, job.missing, self._now_s)
         if node.live == node.room:
             self._policy.has_room(node.number, False)
         if self._targets.noted(node, job):
@@ -170,7 +176,7 @@ class _Run:
         self._policy.works(node.number, node.load)
 
     def _go_on(self, node: Node, job: Job) -> None:
-        """With one of the node's starts: build the next stage that is missing, or wait for it, or create."""
+        """With one of the node's starts: put the next stage that is missing in place, or wait for it, or create."""
         for stage in job.missing:
             if stage.key in node.store:
                 continue
@@ -179,22 +185,49 @@ class _Run:
                 self._started(node, job)  # whoever only waits leaves the start to others
             else:
                 node.building[stage.key] = []
-                self._after(self._trace.build_s[stage.key], _BUILT, node, job)
+                self._obtain(node, job, stage.key)
             return
         operations = self._operations
         self._after(operations.bind_s if job.kind == "partial" else operations.create_s, _READY, node, job)
 
-    def _built(self, node: Node, job: Job) -> None:
+    def _obtain(self, node: Node, job: Job, key: str) -> None:
+        """From a node that has it; once it is there, from one that is building it; otherwise it is built here."""
+        fetch_s = self._trace.fetch_s.get(key)
+        if fetch_s is not None and self._copies[key] > 0:
+            job.comes("fetched")
+            self._after(fetch_s, _FETCHED, node, job)
+            return
+        job.comes("built")
+        if fetch_s is None:
+            self._after(self._trace.build_s[key], _BUILT, node, job)
+        elif key in self._awaited:
+            self._awaited[key].append(job)  # and keeps its start: an engine that waits for another has begun
+        else:
+            self._awaited[key] = []
+            self._after(self._trace.build_s[key], _BUILT, node, job)
+
+    def _in_place(self, node: Node, job: Job, *, is_fetched: bool) -> None:
         stage = next(stage for stage in job.missing if stage.key not in node.store)
+        key, is_counted = stage.key, self._now_s >= self._counts_from_s
         for gone in node.store.add(stage, self._now_s):
-            self._tally.evictions += self._now_s >= self._counts_from_s
+            self._tally.evictions += is_counted
+            self._copies[gone.key] -= 1
             self._policy.evicted(node.number, gone)
-        self._tally.builds += self._now_s >= self._counts_from_s
-        self._costs.observe_stage(stage, self._trace.build_s[stage.key])
+        self._copies[key] += 1
+        if is_fetched:
+            self._tally.fetches += is_counted
+            self._costs.observe_fetch(stage, self._trace.fetch_s[key])
+        else:
+            self._tally.builds += is_counted
+            self._costs.observe_stage(stage, self._trace.build_s[key])
+            for elsewhere in self._awaited.pop(key, ()):
+                self._after(self._trace.fetch_s[key], _FETCHED, elsewhere.node, elsewhere)
         self._policy.stored(node.number, stage)
-        waiting = node.building.pop(stage.key)
+        self._policy.leased(node.number, node.live, node.store.filled)
+        waiting = node.building.pop(key)
         self._go_on(node, job)
         for other in waiting:
+            other.comes(job.way)
             self._start(node, other)
 
     # ---- held, and given back ----
@@ -202,8 +235,7 @@ class _Run:
     def _ready(self, job: Job, ready_s: float) -> None:
         self._to_come -= 1
         if job.is_counted:
-            way = job.kind if job.kind != "cold" else "built" if job.missing else "created"
-            self._tally.add(way, ready_s - job.arrived_s, job.placed_s - job.arrived_s)
+            self._tally.add(job.way if job.kind == "cold" else job.kind, ready_s - job.arrived_s, job.placed_s - job.arrived_s)
         # Reset, or destroyed, when the memory is free again.
         self._after(ready_s - self._now_s + job.hold_s + self._operations.reset_s, _GIVEN_BACK, job.node, job)
 
@@ -212,12 +244,13 @@ class _Run:
         if node.live == node.room:
             self._policy.has_room(node.number, True)
         node.live -= 1
+        self._policy.leased(node.number, node.live, node.store.filled)
         if node.idle.get(key, 0) < node.targets.get(key, 0) and node.has_memory:
             self._park(node, job.spec)
         else:
             node.store.let_go(job.spec)
         if self._waiting:
-            choice = self._policy.choose(self._waiting[0].spec)
+            choice = self._policy.choose(self._waiting[0].spec, self._now_s)
             if choice is not None:
                 self._place(self._waiting.popleft(), choice)
 

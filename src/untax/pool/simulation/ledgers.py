@@ -23,7 +23,10 @@ class Measured:
     """Mean seconds, by the name of a stage and by the name that a description has for an operation."""
 
     stages: Mapping[str, float]
+    """Of those that were built."""
     operations: Mapping[str, float]
+    fetched: Mapping[str, float]
+    """Of those that came from another node."""
 
 
 class Recorded(NamedTuple):
@@ -38,17 +41,22 @@ def measured(file: Path) -> Measured:
     """What the steps in these ledgers took on the average; a step that none of them has is absent."""
     stages: dict[str, list[float]] = {}
     operations: dict[str, list[float]] = {}
+    fetched: dict[str, list[float]] = {}
     for number, ledger in _ledgers(file):
         numbers = _metrics(ledger, file, number)
+        came = ledger.get("fetched", {})
         for name, seconds in ledger.get("stages", {}).items():
-            stages.setdefault(name, []).append(_seconds(seconds, file, number))
+            if name not in came:
+                stages.setdefault(name, []).append(_seconds(seconds, file, number))
+        for name, seconds in came.items():
+            fetched.setdefault(name, []).append(_seconds(seconds, file, number))
         if numbers.get("create_s", 0.0):
             operations.setdefault("create_s", []).append(numbers["create_s"] + numbers.get("ready_s", 0.0))
         elif bind_s := numbers.get("ready_s", 0.0):  # one that was idle
             operations.setdefault("bind_s", []).append(bind_s)
         if resets := numbers.get("resets", 0.0):
             operations.setdefault("reset_s", []).append(numbers.get("reset_s", 0.0) / resets)
-    return Measured(_means(stages), _means(operations))
+    return Measured(_means(stages), _means(operations), _means(fetched))
 
 
 def rollouts(file: Path) -> list[Recorded]:

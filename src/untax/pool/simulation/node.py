@@ -14,7 +14,7 @@ from untax.pool.simulation.trace import Spec
 class Job:
     """One rollout on its way."""
 
-    __slots__ = ("arrived_s", "hold_s", "is_builder", "is_counted", "kind", "missing", "node", "placed_s", "spec", "spec_number")
+    __slots__ = ("arrived_s", "hold_s", "is_builder", "is_counted", "kind", "missing", "node", "placed_s", "spec", "spec_number", "way")
 
     def __init__(self, arrived_s: float, spec_number: int, spec: Spec, hold_s: float, is_counted: bool) -> None:
         self.arrived_s = arrived_s
@@ -24,10 +24,17 @@ class Job:
         self.hold_s = hold_s
         self.is_counted = is_counted
         self.kind = ""
+        self.way = "created"
+        """If it is created: what of that it had to wait for (`outcome.WAYS`)."""
         self.node: Node
         self.is_builder = False
         """Whether it has one of the places of builders on its node."""
         self.missing: tuple[Stage, ...] = ()
+
+    def comes(self, way: str) -> None:
+        """Something that it lacks is fetched, or built, which says more."""
+        if self.way != "built":
+            self.way = way
 
 
 class Node:

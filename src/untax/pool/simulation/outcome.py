@@ -7,13 +7,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-WAYS = ("exact", "partial", "created", "built")
+WAYS = ("exact", "partial", "created", "fetched", "built")
 """How a sandbox came to be ready.
 
 exact    it was parked with everything in place
 partial  it was parked at a lower rung, and the missing ones were added
 created  there was none, but all the layers lay on the node
-built    it was created, after stages that were missing had been built
+fetched  it was created, after stages that were missing had come from other nodes
+built    it was created, after stages that were missing had been built, here or on the node that they came from
 """
 
 
@@ -33,6 +34,8 @@ class Outcome:
     """Of the rollouts, by the way in which they became ready (`WAYS`)."""
     builds: int
     """Stages that were built meanwhile."""
+    fetches: int
+    """Stages that came from another node."""
     evictions: int
     end_s: float
     """When the last one was ready."""
@@ -49,6 +52,7 @@ class Tally:
         self._queue_s = 0.0
         self._ways: Counter[str] = Counter()
         self.builds = 0
+        self.fetches = 0
         self.evictions = 0
 
     def add(self, way: str, ready_s: float, queue_s: float) -> None:
@@ -70,6 +74,7 @@ class Tally:
             self._queue_s / count,
             {way: self._ways[way] / count for way in WAYS},
             self.builds,
+            self.fetches,
             self.evictions,
             end_s,
         )

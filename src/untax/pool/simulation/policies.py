@@ -1,29 +1,50 @@
 """Where a rollout goes: four policies over the same nodes, pools, stores and refill.
 
 Each picks among the nodes that have room. On the node that was picked, all of them take what `placement.choose` finds
-best there; `state-distance` asks it about the whole fleet at once, which is the difference that is shown.
+best there; `state-distance` asks it about the whole fleet at once, which is the difference that is shown. With few nodes it ranks them
+as a client of a real fleet does (`pool.nodes`); with many that would take too long, and near ties go by load alone.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from untax.core.stage import Stage
+from untax.pool import nodes as real
 from untax.pool import placement
-from untax.pool.costs import Costs
+from untax.pool.costs import Costs, Operation
 from untax.pool.placement import Choice, Fleet, Node
 
 # As many as `placement.choose` compares among equals: no policy shall lose for looking at fewer nodes.
 _COMPARED = 8
+_SHARES = 1000  # a load is told as a share, and a view has whole numbers
+_RANKED = 16  # nodes, up to which they are ranked as in a real fleet: about 10 µs each, for every rollout
+
+
+class Reach(Costs):
+    """What putting a stage in place costs a node that lacks it: to fetch it, where another has it."""
+
+    def __init__(self, learnt: Costs, copies: Mapping[str, int]) -> None:
+        self.learnt = learnt
+        self._copies = copies
+
+    def of(self, operation: Operation) -> float:
+        return self.learnt.of(operation)
+
+    def of_stage(self, stage: Stage) -> float:
+        is_coming = stage.is_portable and self._copies.get(stage.key, 0) > 0
+        return self.learnt.of_fetch(stage) if is_coming else self.learnt.of_stage(stage)
 
 
 class Policy(Protocol):
     """Is told what happens on every node, and chooses."""
 
-    def choose(self, wanted: Sequence[Stage]) -> Choice | None:
+    def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:
         """None when no node has room."""
 
     def park(self, entry: str, node: int, key: str) -> None: ...
@@ -39,6 +60,12 @@ class Policy(Protocol):
     def works(self, node: int, load: float) -> None:
         """What is starting there or waits to, as a share of what may be starting at once."""
 
+    def begins(self, node: int, stages: Iterable[Stage], now_s: float) -> None:
+        """These are missing there, and are put in place from now on."""
+
+    def leased(self, node: int, count: int, filled: float) -> None:
+        """So many rollouts are there now, and so much of the room for layers is taken."""
+
 
 def node_name(number: int) -> str:
     return f"n{number}"
@@ -47,7 +74,7 @@ def node_name(number: int) -> str:
 class StateDistance:
     """The smallest expected time to ready over the whole fleet."""
 
-    def __init__(self, nodes: int, costs: Costs, _: random.Random) -> None:
+    def __init__(self, nodes: int, costs: Reach, _: random.Random) -> None:
         self._fleet = Fleet()
         self._costs = costs
         self._names = [node_name(number) for number in range(nodes)]
@@ -55,7 +82,7 @@ class StateDistance:
             self._fleet.add_node(name)
         self._machines = [self._fleet.node(name) for name in self._names]
 
-    def choose(self, wanted: Sequence[Stage]) -> Choice | None:
+    def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:  # noqa: ARG002
         return placement.choose(wanted, self._fleet, self._costs)
 
     def park(self, entry: str, node: int, key: str) -> None:
@@ -75,6 +102,12 @@ class StateDistance:
 
     def works(self, node: int, load: float) -> None:
         self._machines[node].load = load
+
+    def begins(self, node: int, stages: Iterable[Stage], now_s: float) -> None:
+        pass
+
+    def leased(self, node: int, count: int, filled: float) -> None:
+        pass
 
 
 class OneNode(Fleet):
@@ -120,7 +153,7 @@ class OneNode(Fleet):
 class NodeFirst(ABC):
     """A node is picked without looking at how warm it is; then the quickest way there is taken."""
 
-    def __init__(self, nodes: int, costs: Costs, draws: random.Random) -> None:
+    def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
         self._costs = costs
         self._draws = draws
         self._open = Bag(range(nodes))
@@ -131,7 +164,7 @@ class NodeFirst(ABC):
     def pick(self, wanted: Sequence[Stage]) -> int:
         """One of the nodes that have room; there is one."""
 
-    def choose(self, wanted: Sequence[Stage]) -> Choice | None:
+    def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:  # noqa: ARG002
         if not self._open:
             return None
         return placement.choose(wanted, self._fleets[self.pick(wanted)], self._costs)
@@ -157,6 +190,71 @@ class NodeFirst(ABC):
     def works(self, node: int, load: float) -> None:
         self._machines[node].load = load
 
+    def begins(self, node: int, stages: Iterable[Stage], now_s: float) -> None:  # noqa: B027
+        pass
+
+    def leased(self, node: int, count: int, filled: float) -> None:  # noqa: B027
+        pass
+
+
+class RankedNodes(NodeFirst):
+    """As a client of a fleet of few nodes places, with views that are never outdated."""
+
+    def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
+        super().__init__(nodes, costs, draws)
+        self._views = [real.NodeView(node_name(number), costs=costs.learnt, most_starting=_SHARES) for number in range(nodes)]
+        self._numbers = {view.node: number for number, view in enumerate(self._views)}
+        self._key_of: dict[str, str] = {}
+
+    def pick(self, wanted: Sequence[Stage]) -> int:
+        raise NotImplementedError  # it is no node first
+
+    def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:
+        if not self._open:
+            return None
+        best = real.rank(wanted, self._views, now_s=now_s)[0].choice
+        if best.entry is None or best.start is None:
+            return best
+        return replace(best, entry=self._fleets[self._numbers[best.node]].last_parked(best.node, best.start.key))
+
+    def park(self, entry: str, node: int, key: str) -> None:
+        super().park(entry, node, key)
+        idle = self._views[node].idle
+        idle[key] = idle.get(key, 0) + 1
+        self._key_of[entry] = key
+
+    def take(self, entry: str, node: int) -> None:
+        super().take(entry, node)
+        self._views[node].idle[self._key_of.pop(entry)] -= 1
+
+    def stored(self, node: int, stage: Stage) -> None:
+        super().stored(node, stage)
+        view = self._views[node]
+        view.stored.add(stage.key)
+        view.building.pop(stage.key, None)
+
+    def evicted(self, node: int, stage: Stage) -> None:
+        super().evicted(node, stage)
+        self._views[node].stored.discard(stage.key)
+
+    def has_room(self, node: int, is_open: bool) -> None:
+        super().has_room(node, is_open)
+        self._views[node].free_sandboxes = math.inf if is_open else 0.0
+
+    def works(self, node: int, load: float) -> None:
+        super().works(node, load)
+        self._views[node].starting = round(load * _SHARES)
+
+    def begins(self, node: int, stages: Iterable[Stage], now_s: float) -> None:
+        view = self._views[node]
+        for stage in stages:
+            if stage.key not in view.stored:
+                view.building.setdefault(stage.key, now_s)
+
+    def leased(self, node: int, count: int, filled: float) -> None:
+        view = self._views[node]
+        view.leased, view.filled = count, filled
+
 
 class Random(NodeFirst):
     """Any node with room."""
@@ -168,7 +266,7 @@ class Random(NodeFirst):
 class RoundRobin(NodeFirst):
     """The next node with room."""
 
-    def __init__(self, nodes: int, costs: Costs, draws: random.Random) -> None:
+    def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
         super().__init__(nodes, costs, draws)
         self._nodes = nodes
         self._last = -1
@@ -184,7 +282,7 @@ class RoundRobin(NodeFirst):
 class ImageAffinity(NodeFirst):
     """A node with room that has the image, the least busy of a few; any node with room when there is none."""
 
-    def __init__(self, nodes: int, costs: Costs, draws: random.Random) -> None:
+    def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
         super().__init__(nodes, costs, draws)
         self._load = [0.0] * nodes
         self._images: list[set[str]] = [set() for _ in range(nodes)]
@@ -257,9 +355,13 @@ class Bag:
         return self._numbers[int(draws.random() * len(self._numbers))]
 
 
-POLICIES: dict[str, Callable[[int, Costs, random.Random], Policy]] = {
+def state_distance(nodes: int, costs: Reach, draws: random.Random) -> Policy:
+    return (RankedNodes if nodes <= _RANKED else StateDistance)(nodes, costs, draws)
+
+
+POLICIES: dict[str, Callable[[int, Reach, random.Random], Policy]] = {
     "random": Random,
     "round-robin": RoundRobin,
     "image-affinity": ImageAffinity,
-    "state-distance": StateDistance,
+    "state-distance": state_distance,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from untax.pool.simulation.description import Description
@@ -42,11 +43,11 @@ def heading(description: Description, seed: int, *, is_grid: bool = False) -> li
 def table(outcomes: Sequence[Outcome]) -> list[str]:
     """One line for each policy: time to ready, and how it came about."""
     ways = "".join(f"{way:>9}" for way in WAYS)
-    lines = [f"{'':<16}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'queued':>10}{ways}{'builds':>10}"]
+    lines = [f"{'':<16}{'mean':>10}{'p50':>10}{'p95':>10}{'p99':>10}{'queued':>10}{ways}{'builds':>10}{'fetches':>10}"]
     for one in outcomes:
         times = "".join(f"{seconds(value):>10}" for value in (one.mean_s, one.p50_s, one.p95_s, one.p99_s, one.queue_s))
         shares = "".join(f"{one.shares[way]:>9.1%}" for way in WAYS)
-        lines.append(f"{one.policy:<16}{times}{shares}{one.builds:>10}")
+        lines.append(f"{one.policy:<16}{times}{shares}{one.builds:>10}{one.fetches:>10}")
     return lines
 
 
@@ -90,10 +91,14 @@ def _head(description: Description, seed: int) -> dict[str, Any]:
             "sandbox_mib": fleet.sandbox_mib,
             "store_mib": fleet.store_mib,
             "starts": fleet.starts,
+            "link_mib_s": fleet.link_mib_s,
         },
-        "stages": {name: {"seconds": stages.of(name).seconds, "mib": stages.of(name).mib} for name in ("image", "repo", "deps")},
+        "stages": {
+            name: {"seconds": stages.of(name).seconds, "mib": stages.of(name).mib, "fetch_s": description.fetch_s(name)}
+            for name in ("image", "repo", "deps")
+        },
         "spread": stages.spread,
-        "operations": {"create_s": operations.create_s, "bind_s": operations.bind_s, "reset_s": operations.reset_s},
+        "operations": asdict(operations),
         "trace": {"ledgers": str(description.ledgers)}
         if description.ledgers is not None
         else {

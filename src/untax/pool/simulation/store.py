@@ -62,6 +62,11 @@ class Store:
     def mib(self) -> int:
         return self._mib
 
+    @property
+    def filled(self) -> float:
+        """The share of the budget that is taken."""
+        return self._mib / self.budget_mib
+
     def hold(self, stages: tuple[Stage, ...]) -> None:
         """A sandbox stands on them, or will."""
         holds = self._holds

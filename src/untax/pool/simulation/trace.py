@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from untax.core.errors import UsageError
@@ -31,6 +31,8 @@ class Trace:
     spec: array[int]
     """The number of its spec, for each arrival."""
     hold_s: array[float]
+    fetch_s: Mapping[str, float] = field(default_factory=dict)
+    """What each takes to come from a node that has it, by key; a stage that is not in it is built wherever it is wanted."""
 
     def __len__(self) -> int:
         return len(self.arrive_s)
@@ -62,7 +64,7 @@ def drawn(description: Description, seed: int) -> Trace:
         arrive.extend([now] * together)
         spec.extend([number] * together)
     hold = array("d", (draws.expovariate(1.0 / wanted.hold_s) for _ in range(count)))
-    return Trace(tuple(specs), _build_seconds(specs, description, seed), arrive, spec, hold)
+    return Trace(tuple(specs), _build_seconds(specs, description, seed), arrive, spec, hold, _fetch_seconds(specs, description))
 
 
 def recorded(description: Description, seed: int) -> Trace:
@@ -81,6 +83,7 @@ def recorded(description: Description, seed: int) -> Trace:
         array("d", (one.asked_at - start for one in came)),
         array("l", (numbers[_rungs(one.wanted)] for one in came)),
         array("d", (one.hold_s for one in came)),
+        _fetch_seconds(specs, description),
     )
 
 
@@ -119,3 +122,8 @@ def _build_seconds(specs: tuple[Spec, ...] | list[Spec], description: Descriptio
                 # The mean of a log-normal value is exp(mu + sigma² / 2): this mu makes it 1.
                 took[stage.key] = description.stages.of(stage.name).seconds * draws.lognormvariate(-spread * spread / 2, spread)
     return took
+
+
+def _fetch_seconds(specs: Sequence[Spec], description: Description) -> dict[str, float]:
+    found = {stage.key: description.fetch_s(stage.name) for spec in specs for stage in spec}
+    return {key: seconds for key, seconds in found.items() if seconds is not None}
