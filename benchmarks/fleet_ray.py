@@ -1,8 +1,9 @@
 """A fleet of four Ray nodes on this machine beside embedded engines: what the way to another node costs, and whether four agents serve what four engines do.
 
 Actions go to a sandbox of another node over TLS, in turns with the same on an embedded engine's. Warm leases are hits, as in `warm_lease`; every call that
-this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet, from four `untax serve`
-with a client each, and from four engines in the clients' own processes; in turns, several times.
+this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet with a client on each node, as a
+trainer's workers are, from four `untax serve` with a client each, and from four engines in the clients' own processes; in turns, several times. Once more from the
+fleet with all clients on its head's node, so that most leases and their actions go over TLS.
 """
 
 import argparse
@@ -22,21 +23,24 @@ from typing import Any
 import untax
 from benchmarks import _measure
 from benchmarks._measure import Row
-from benchmarks.served import _alternating
+from benchmarks.served import POOL, _alternating, warm_leases
 from untax.cluster.fleet import Fleet
-from untax.leasing import Leasing
 
 ACTION_MS, LEASE_MS = 0.3, 1.0  # issue 9: ≤ embedded + this at p50
 SHARE = 0.9  # issue 9: of the leases per second of four separate engines
-NODES, POOL, AT_ONCE = 4, 4, 2
+NODES, AT_ONCE = 4, 2
 ROUNDS, ROUND_S = 3, 3.0
 
 CLIENT = """
 import asyncio, json, sys, time, untax
-kind, where, state, seconds, at_once = sys.argv[1:6]
+kind, where, state, seconds, at_once, node = sys.argv[1:7]
 
 async def main():
     if kind == "fleet":
+        import ray
+        ray.init(
+            json.loads(where)["ray_address"], namespace="untax", log_to_driver=False, configure_logging=False, _node_ip_address=node
+        )
         engine = untax.Fleet.from_ticket(where)
     else:
         engine = untax.connect(where) if kind == "served" else untax.Engine("namespace", state_dir=state)
@@ -71,7 +75,8 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
             async with _measure.engine_on(substrate, Path(place) / "embedded") as engine:
                 rows = await _actions(arguments.count, fleet, engine)
                 rows += await _leases(max(20, arguments.count // 3), fleet, engine)
-            rows += await asyncio.to_thread(_throughput, fleet.ticket(), Path(place), arguments.rounds)
+            if arguments.rounds:
+                rows += await asyncio.to_thread(_throughput, fleet, Path(place), arguments.rounds)
     return rows
 
 
@@ -92,28 +97,11 @@ async def _leases(count: int, fleet: Fleet, engine: untax.Engine) -> list[Row]:
     await fleet.warm(spec, POOL * NODES)
     await engine.warm(spec, POOL)
     calls: list[str] = []
-    kinds: set[str] = set()
-
-    async def lease(leasing: Leasing) -> float:
-        begin = time.perf_counter()
-        box = await leasing.acquire(spec)
-        took = time.perf_counter() - begin
-        if leasing is fleet:
-            assert box.ledger.hit is not None
-            kinds.add(box.ledger.hit.kind)
-        await box.release()
-        return took
-
-    ours: list[float] = []
-    embedded: list[float] = []
     with _counted(calls):
-        for turn in range(count + _measure.WARM_UP):
-            for samples, leasing in ((ours, fleet), (embedded, engine))[:: 1 if turn % 2 else -1]:
-                samples.append(await lease(leasing))
-                await asyncio.sleep(0.02)  # the pools fill up again, as between rollouts
-    note = f"native: embedded; hits: {', '.join(sorted(kinds))}; calls to Ray: {len(calls)}"
+        ours, embedded, kinds = await warm_leases(count, fleet, engine, spec)
+    note = f"native: embedded; hits: {kinds}; calls to Ray: {len(calls)}"
     return [
-        _row("warm lease through the fleet", ours[_measure.WARM_UP :], embedded[_measure.WARM_UP :], LEASE_MS, note),
+        _row("warm lease through the fleet", ours, embedded, LEASE_MS, note),
         _measure.number(
             "calls to Ray meanwhile", "namespace", float(len(calls)), "", budget="none", holds=not calls, note=f"in {len(ours)} leases"
         ),
@@ -145,23 +133,34 @@ def _counted(calls: list[str]) -> Iterator[None]:
             setattr(home, name, function)
 
 
-def _throughput(ticket: str, place: Path, rounds: int) -> list[Row]:
-    found: dict[str, list[float]] = {"fleet": [], "served": [], "embedded": []}
+def _throughput(fleet: Fleet, place: Path, rounds: int) -> list[Row]:
+    nodes = [member.address for member in fleet.members]
+    head = next(node.member.address for node in fleet._nodes.values() if node.is_here)
+    found: dict[str, list[float]] = {"fleet": [], "served": [], "embedded": [], "one node": []}
     with _servers(place) as urls:
-        where = {"fleet": [ticket] * NODES, "served": urls, "embedded": ["-"] * NODES}
+        where = {
+            "fleet": [("fleet", fleet.ticket(), node) for node in nodes],
+            "one node": [("fleet", fleet.ticket(), head)] * NODES,
+            "served": [("served", url, "-") for url in urls],
+            "embedded": [("embedded", "-", "-")] * NODES,
+        }
         for turn in range(rounds):
             for kind in list(found)[:: 1 if turn % 2 else -1]:
-                found[kind].append(_round(kind, where[kind], place))
-    best = {kind: sorted(rates)[len(rates) // 2] for kind, rates in found.items()}
-    ratio = best["fleet"] / best["served"]
+                found[kind].append(_round(where[kind], place))
+    rate = {kind: sorted(rates)[len(rates) // 2] for kind, rates in found.items()}
+    ratio = rate["fleet"] / rate["embedded"]
     return [
         _measure.number(
-            "leases/s of four agents ÷ of four served engines", "namespace", ratio, "×", budget=f"≥ {SHARE:g}", holds=ratio >= SHARE,
-            note=f"{best['fleet']:.0f}/s against {best['served']:.0f}/s; medians of {rounds}",
+            "leases/s of four agents ÷ of four engines", "namespace", ratio, "×", budget=f"≥ {SHARE:g}", holds=ratio >= SHARE,
+            note=f"{rate['fleet']:.0f}/s, a client on each node, against {rate['embedded']:.0f}/s, each in its client's own process; medians of {rounds}",
         ),
         _measure.number(
-            "  ÷ of four embedded engines", "namespace", best["fleet"] / best["embedded"], "×", budget="", holds=None,
-            note=f"{best['embedded']:.0f}/s, each in its client's own process",
+            "  ÷ of four served engines", "namespace", rate["fleet"] / rate["served"], "×", budget="", holds=None,
+            note=f"{rate['served']:.0f}/s, with a client each",
+        ),
+        _measure.number(
+            "  all clients on one node ÷ four engines", "namespace", rate["one node"] / rate["embedded"], "×", budget="", holds=None,
+            note=f"{rate['one node']:.0f}/s, most of them over TLS",
         ),
     ]  # fmt: skip
 
@@ -183,13 +182,13 @@ def _servers(place: Path) -> Iterator[list[str]]:
         yield urls
 
 
-def _round(kind: str, where: list[str], place: Path) -> float:
+def _round(where: list[tuple[str, str, str]], place: Path) -> float:
     clients = [
         subprocess.Popen(
-            [sys.executable, "-c", CLIENT, kind, one, f"{place}/own{number}", str(ROUND_S), str(AT_ONCE)],
+            [sys.executable, "-c", CLIENT, kind, one, f"{place}/own{number}", str(ROUND_S), str(AT_ONCE), node],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "src"},
         )
-        for number, one in enumerate(where)
+        for number, (kind, one, node) in enumerate(where)
     ]  # fmt: skip
     try:
         for client in clients:
@@ -220,7 +219,9 @@ def _row(what: str, ours: list[float], embedded: list[float], more_ms: float, no
 
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients; 0 for none (default: %(default)s)"
+    )
 
 
 if __name__ == "__main__":

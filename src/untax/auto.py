@@ -261,6 +261,9 @@ class AutoEngine(Engine):
         self._told = told
         return [pooling for engine in self._running for pooling in engine.watch_pools(told)]
 
+    def foresee(self, spec: EnvSpec) -> None:
+        """Nothing: which engine serves it is found out when it comes."""
+
     def trouble(self, request: Request) -> str | None:
         """None where it is not known yet which engine serves it."""
         if request.snapshot is not None:

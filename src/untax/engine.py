@@ -236,6 +236,11 @@ class Engine(Leasing):
         self._check_running()
         return self.pooling.trouble(request)
 
+    def foresee(self, spec: EnvSpec) -> None:
+        """A lease of this may be asked for any moment. Promises nothing, and costs next to nothing when none is."""
+        if self._state == "running":
+            self.pooling.foresee(spec)
+
     def watch_pools(self, told: Callable[[], None] | None) -> list[Pooling]:
         """Call `told` after every change in the pools from now on, which are given; None ends that. Must be cheap."""
         self.pooling.watched_by(told)

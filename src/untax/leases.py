@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -46,6 +47,8 @@ class Request:
     ground: Ground | None = None
     """The same, already found; the engine's own builds begin so, with a `cache` that they share."""
     cache: Path | None = None
+    on_asked: Callable[[], object] | None = field(default=None, compare=False)
+    """Called once a pool knows of it: what is told of that pool from then on has it in."""
 
     @property
     def is_plain(self) -> bool:
@@ -90,10 +93,15 @@ def usual_isolation(offer: Offer) -> str:
     return offer.default_spec().isolation if isinstance(offer, Choosing) else offer.isolation
 
 
+@functools.cache
+def _plain_spec(isolation: str) -> EnvSpec:
+    return EnvSpec(isolation=isolation)
+
+
 def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
     """Everything that can be checked is, before anything is made."""
     if spec is None:
-        spec = EnvSpec(isolation=usual_isolation(substrate))
+        spec = _plain_spec(usual_isolation(substrate))
     elif not isinstance(spec, EnvSpec):
         raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
     if not is_as_strong(substrate.isolation, as_required=spec.isolation):

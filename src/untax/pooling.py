@@ -87,10 +87,22 @@ class Pooling:
 
     def _ask(self, request: Request, stages: tuple[Stage, ...]) -> Asked:
         driver, spec = self.driver, request.spec
-        hit = driver.at_once(stages, spec.limits.memory_mib)
+        self._begin(spec, stages, is_certain=True)
+        asked = Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
+        if request.on_asked is not None:
+            request.on_asked()
+        return asked
+
+    def _begin(self, spec: EnvSpec, stages: tuple[Stage, ...], *, is_certain: bool) -> None:
+        hit = self.driver.at_once(stages, spec.limits.memory_mib)
         if hit is not None:
-            hit.begin(spec)
-        return Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
+            hit.begin(spec, asyncio.get_running_loop().time(), is_certain=is_certain)
+
+    def foresee(self, spec: EnvSpec) -> None:
+        """A lease of this may be asked for any moment: what it would be given proves that it lives meanwhile."""
+        stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))
+        if stages is not None:
+            self._begin(spec, stages, is_certain=False)
 
     async def furnish(self, box: Tenancy, watch: Stopwatch, asked: Asked | None) -> None:
         """Give the box the sandbox that is closest. One that turns out to be dead is not seen by it: the next one is tried."""

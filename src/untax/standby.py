@@ -6,6 +6,7 @@ that one which was made before anybody asked serves them all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +50,7 @@ ORDINARY = Facts(workdir="/", home="/root", user="root")
 NO_IMAGE = ImageConfig()
 # Files up to this go into one frame together; larger ones each into their own.
 _BATCH_FILES, _BATCH_BYTES = 64, 256 << 10
+_FRESH_S = 0.05  # for which an answer proves that a sandbox lives
 
 
 def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = NO_IMAGE) -> dict[str, str]:
@@ -75,6 +77,7 @@ class Standby:
 
     __slots__ = (
         "_begun",
+        "_begun_s",
         "_plain",
         "bound",
         "built",
@@ -106,6 +109,7 @@ class Standby:
         self.configuration: Configuration | None = None
         self._plain: Configuration | None = None  # what it is told for a spec without variables and network
         self._begun: tuple[Configuration, Begun[None]] | None = None  # what it was told ahead of `bind`
+        self._begun_s = -math.inf
         self.on_lost: Callable[[Standby, SandboxLost], None] | None = None
         self.spans: list[tuple[str, int, int]] = []
         self.stages: tuple[Stage, ...] = ()
@@ -148,18 +152,27 @@ class Standby:
 
     # ---- late binding ----
 
-    def begin(self, spec: EnvSpec) -> None:
-        """Send what `bind` will wait for, where that can be said already: whoever binds has other things to do until the answer is there."""
+    def begin(self, spec: EnvSpec, now_s: float, *, is_certain: bool = True) -> None:
+        """Send what `bind` will wait for, where that can be said already: whoever binds has other things to do until the answer is there.
+
+        What was said a moment ago need not be said again: its answer proves the same. While it is not certain that the lease comes, and here, nothing of it
+        is told: the sandbox only has to say that it lives.
+        """
         channel = self.channel
         bound = self.engine.warehouse.bound(spec, self.image) if self.ground is not None else spec
         if type(channel) is not Channel or bound.user != self.bound.user or bound.workdir != self.bound.workdir:
             return
         wanted = self._wanted(spec)
+        if not is_certain and wanted != self.configuration:
+            return
+        if self._begun is not None and self._begun[0] == wanted and now_s < self._begun_s + _FRESH_S:
+            return
         try:
             begun = channel.begin(self._telling(wanted))
         except UsageError:
             return  # `bind` says it again, to whom it concerns
         self._begun = (wanted, begun) if begun is not None else None
+        self._begun_s = now_s
 
     async def bind(self, spec: EnvSpec, *, is_proven: bool) -> None:
         """Make it the lease's. Its answer is the proof that it lives; `is_proven` for one that has just answered.

@@ -12,12 +12,17 @@ from untax.core.errors import ProtocolError
 class Handshake:
     """Takes the frames of id 0."""
 
-    __slots__ = ("done", "greeting", "version")
+    __slots__ = ("_own", "done", "version")
 
     def __init__(self, version: str = __version__) -> None:
-        self.greeting = wire.hello(version)
+        self._own = version
         self.version = ""  # of the cell
         self.done = False
+
+    @property
+    def greeting(self) -> bytes:
+        """Ours."""
+        return wire.hello(self._own)
 
     def take(self, kind: int, payload: bytes) -> None:
         """Raises `ProtocolError` for anything but one greeting of our own major version."""

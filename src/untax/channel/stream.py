@@ -18,8 +18,10 @@ RECEIVE_SMALL = 64 << 10
 class SocketStream:
     """Owns `sock`. Reads when the loop says so; writes at once, and keeps only what the kernel does not take."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, reads_soon: bool = False) -> None:
+        """`reads_soon`: the loop hears of it in its next turn, for who has something more urgent to do than to wait for what comes."""
         sock.setblocking(False)
+        self._reads_soon = reads_soon
         self._sock = sock
         self._fd = sock.fileno()
         self._recv = sock.recv
@@ -40,16 +42,24 @@ class SocketStream:
         if self._closed:
             self._loop.call_soon(receiver.connection_lost, None)
             return
-        if not self._paused:
-            self._loop.add_reader(self._fd, self._readable)
+        if self._reads_soon:
+            self._loop.call_soon(self._begin_reading)
+        else:
+            self._begin_reading()
         if self._kept:
             self._loop.add_writer(self._fd, self._writable)
+
+    def _begin_reading(self) -> None:
+        if not self._paused and not self._closed:
+            self._loop.add_reader(self._fd, self._readable)  # type: ignore[union-attr]
 
     def detach(self) -> socket.socket:
         """Give the socket to another owner, for example a `BlockingChannel`; the stream is closed without a word."""
         if self._loop is not None:
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
+            if not self._paused:
+                self._loop.remove_reader(self._fd)
+            if self._kept:
+                self._loop.remove_writer(self._fd)
         self._closed = True
         self._wake()
         return self._sock

@@ -52,10 +52,10 @@ class NodeEngine(RemoteEngine):
         """Leases of this client here, asked for or held."""
         return self._asking + len(self._boxes)
 
-    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
+    async def fulfil(self, request: Request, *, may_refuse: bool = False, on_sent: Callable[[int], None] | None = None) -> RemoteBox:
         self._asking += 1
         try:
-            return await super().fulfil(request, may_refuse=may_refuse)
+            return await super().fulfil(request, may_refuse=may_refuse, on_sent=on_sent)
         finally:
             self._asking -= 1
             self._end_if_over()

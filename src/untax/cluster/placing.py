@@ -1,13 +1,15 @@
 """How a lease finds its node: rank what is known, ask the best, and the next when that one refuses. Nobody else is asked on the way.
 
 The nodes come and go with `follow` and `leave`; each that is followed says what changes there (`RemoteEngine.watch`). One that does not answer
-is not asked for leases until it does again.
+is not asked for leases until it does again. A lease that waits at a full node is asked for elsewhere too once another has room, and keeps
+its turn until that one has given it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -33,7 +35,7 @@ from untax.core.errors import (
 from untax.core.ledger import Placed
 from untax.core.spec import EnvSpec
 from untax.leases import Request
-from untax.pool.nodes import Ranked
+from untax.pool.nodes import Ranked, is_better
 from untax.remote.box import RemoteBox
 from untax.remote.engine import RemoteEngine
 
@@ -60,21 +62,33 @@ class _Followed:
     watching: asyncio.Task[None]
 
 
+class _LineEnded(Exception):
+    """The node where a lease waited has failed, and another may do better."""
+
+    def __init__(self, node: str, why: UntaxError) -> None:
+        super().__init__(str(why))
+        self.node = node
+        self.why = why
+
+
 class Placing:
     """Leases over several nodes. Belongs to one event loop; the engines stay their makers' to close."""
 
     def __init__(self, *, here: str | None = None) -> None:
         self.views = Views(here=here, salt=secrets.token_hex(4))
         self._nodes: dict[str, _Followed] = {}
+        self._asked = 0  # leases that are being asked for now
+        self._last: EnvSpec | None = None  # that was asked for
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
-        self._line = Line(self.ranked, self._room)
+        self._line = Line(self.ranked, self._room, self._is_better)
 
     # ---- who is there ----
 
     def follow(self, node: str, engine: RemoteEngine) -> None:
         """A node whose engine is connected takes leases from now on; an earlier one of the same name is left."""
         self.leave(node)
-        self.views.joined(node, isolation=engine.substrate.isolation, link_s=engine.link_s)
+        self.views.joined(node, isolation=engine.substrate.isolation)
+        engine.on_link(lambda link_s: self.views.linked(node, link_s))
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
         self._line.changed()
 
@@ -84,6 +98,7 @@ class Placing:
         if followed is not None and engine in (None, followed.engine):
             del self._nodes[node]
             followed.watching.cancel()
+            followed.engine.on_link(None)
             self.views.left(node)
 
     def engine(self, node: str) -> RemoteEngine:
@@ -108,6 +123,8 @@ class Placing:
             delay_s = _FIRST_RETRY_S
             self.views.told(node, part)
             self._line.changed()
+            if not self._asked and self._last is not None:
+                self.views.foresee(self._last)  # groups of rollouts have one spec
 
         while True:
             try:
@@ -129,11 +146,28 @@ class Placing:
         failed with when none did better.
         """
         began_s = time.monotonic()
-        spec = request.spec
         tried: dict[str, UntaxError] = {}
+        while True:
+            box = await self._placed(request, began_s, tried)
+            if box is not None:
+                return box
+            try:
+                return await self._wait(request, began_s, tried)
+            except _LineEnded as ended:
+                log.debug("node %s, where a lease waited, failed: %s", ended.node, ended.why)
+                for node in [node for node, exc in tried.items() if isinstance(exc, LeaseRefused)]:
+                    del tried[node]  # they are asked again: that may be long ago
+                tried[ended.node] = ended.why
+
+    async def _placed(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox | None:
+        """On the best node that does not refuse; None when all who might have room said that they have none."""
+        spec = request.spec
         full = 0
         while full < _MOST_FULL:
-            best = next((one for one in await self.ranked(spec, _in_time(request, began_s).wait_s) if one.node not in tried), None)
+            best = self.views.foreseen(spec) if not tried else None
+            if best is None:
+                ranked = await self.ranked(spec, _in_time(request, began_s).wait_s, most=len(tried) + 2)
+                best = next((one for one in ranked if one.node not in tried), None)
             if best is None:
                 break
             full += best.is_full
@@ -144,46 +178,75 @@ class Placing:
                     raise
                 log.debug("node %s gave no lease: %s", best.node, exc)
                 tried[best.node] = exc
-        return await self._wait(request, began_s, tried)
+        return None
 
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
         """Nobody has room, and all who might have said so: the lease waits where the line is shortest, and goes elsewhere when there is room before its turn."""
         waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
-        best = next((one for one in await self.ranked(request.spec) if one.is_full or one.node in waitable), None)
+        ranked = await self.ranked(request.spec)
+        best = next((one for one in ranked if (one.is_full and one.node not in tried) or one.node in waitable), None)
         if best is not None:
-            return await self._line.wait(
-                request.spec,
-                best.node,
-                self._ask(best, _in_time(request, began_s), tried, may_refuse=False),
-                lambda other: self._ask(other, _in_time(request, began_s), tried, may_refuse=True),
-                is_refusal=is_better_elsewhere,
-            )
+            try:
+                return await self._line.wait(
+                    request.spec,
+                    best.node,
+                    self._ask(best, _in_time(request, began_s), tried, may_refuse=False),
+                    lambda other: self._ask(other, _in_time(request, began_s), _moved(tried, best.node, other.node), may_refuse=True),
+                    is_refusal=is_better_elsewhere,
+                )
+            except UntaxError as exc:
+                if is_better_elsewhere(exc):
+                    raise _LineEnded(best.node, exc) from exc
+                raise
         failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
         if failures:
             raise named(*failures[-1])
         raise self._nowhere(request.spec, tried)
 
     async def _ask(self, ranked: Ranked, request: Request, tried: Mapping[str, UntaxError], *, may_refuse: bool) -> RemoteBox:
+        if ranked.node not in self._nodes:
+            raise BackendError("", f"node {ranked.node} has left")
         engine = self._nodes[ranked.node].engine
-        claim = self.views.claim(ranked)
+        engine.knock()
+        claim = self.views.claim(ranked, request.spec.limits.memory_mib)
+        self._asked += 1
+        self._last = request.spec
+        why = ""
+
+        def sent(number: int) -> None:
+            nonlocal why
+            claim.number = number
+            why = ranked.why  # the words are found while the node works
+
         try:
-            box = await engine.fulfil(request, may_refuse=may_refuse)
+            box = await engine.fulfil(request, may_refuse=may_refuse, on_sent=sent)
         except BaseException as exc:
             self.views.failed(claim, exc if isinstance(exc, UntaxError) and is_better_elsewhere(exc) else None)
             raise
+        finally:
+            self._asked -= 1
         self.views.came(claim)
-        if box.ledger.wanted:
-            self.views.learnt(request.spec, ranked.node, box.ledger.wanted)
-        box.ledger.placed = Placed(ranked.node, ranked.why, tuple((node, str(exc)) for node, exc in tried.items()))
+        box.on_given_back = functools.partial(self.views.ended, claim)
+        box.note(lambda ledger: setattr(ledger, "placed", Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))))
+        asyncio.get_running_loop().call_soon(self._learn_of, request.spec, ranked.node, box)  # nobody waits for that
         return box
+
+    def _learn_of(self, spec: EnvSpec, node: str, box: RemoteBox) -> None:
+        """Which stages it really needed there."""
+        if box.ledger.wanted:
+            self.views.learnt(spec, node, box.ledger.wanted)
 
     def _room(self, node: str) -> tuple[float, float]:
         view = self.views.view(node)
         return (0.0, 0.0) if view is None else (view.free_sandboxes, view.avoided_s)
 
-    async def ranked(self, spec: EnvSpec, within_s: float | None = None) -> list[Ranked]:
-        """Where a lease of `spec` could go now, best first. `PoolTimeout` where no node says in time what it is."""
-        if self.views.ladder(spec) is None or self.views.unasked(spec):
+    def _is_better(self, other: Ranked, node: str, waited_s: float) -> bool:
+        waiting = self.views.view(node)
+        return waiting is None or is_better(other, waiting, waited_s)
+
+    async def ranked(self, spec: EnvSpec, within_s: float | None = None, *, most: int | None = None) -> list[Ranked]:
+        """Where a lease of `spec` could go now, best first; with `most`, so many of them. `PoolTimeout` where no node says in time what it is."""
+        if not self.views.is_known(spec):
             try:
                 async with asyncio.timeout(within_s):
                     await self._learn(spec)
@@ -191,9 +254,7 @@ class Placing:
                 raise PoolTimeout(
                     f"no sandbox within {within_s:g} s: no node has said of which stages it is; see `untax fleet status`"
                 ) from None
-        for node, followed in self._nodes.items():
-            self.views.linked(node, followed.engine.link_s)
-        return self.views.rank(spec) if self.views.ladder(spec) is not None else []
+        return self.views.rank(spec, most=most)
 
     def _nowhere(self, spec: EnvSpec, tried: Mapping[str, UntaxError]) -> UntaxError:
         reasons = {node: str(exc) for node, exc in tried.items()} | self.views.left_out(spec)
@@ -255,6 +316,12 @@ class Placing:
             stages, present = await followed.engine.ladder(spec)
             self.views.learnt(spec, node, stages)
             self.views.told(node, {"stored": [key.partition("~")[0] for key in present]})
+
+
+def _moved(tried: Mapping[str, UntaxError], node: str, other: str) -> Mapping[str, UntaxError]:
+    """Who was asked before, of a lease that waited at `node`."""
+    before: dict[str, UntaxError] = {one: exc for one, exc in tried.items() if one != node}
+    return before | {node: LeaseRefused("full", f"it had no room yet when {other} had")}
 
 
 def _in_time(request: Request, began_s: float) -> Request:

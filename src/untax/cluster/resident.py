@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -73,6 +74,9 @@ class NodeActor:
                 except (UntaxError, OSError) as exc:
                     return {"refused": f"{type(exc).__name__}: {exc}"}
                 self._agent = agent
+                # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
+                gc.collect()
+                gc.freeze()
         return {"member": await self.member()}
 
     async def member(self) -> dict[str, Any] | None:

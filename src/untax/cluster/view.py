@@ -1,7 +1,8 @@
 """What one client knows of each node of its fleet: the latest that the node said, corrected by what came of the client's own leases.
 
-A lease that was just asked for is not in the view that came before it. Until the next one that must have it in, it is a *claim*: its sandbox is
-taken for gone, its start for under way. So many who ask at once in one process do not all count on one idle sandbox.
+A lease that was just asked for is not in the view that came before it. Until one comes that has it in, it is a *claim*: its sandbox is taken for
+gone, its start for under way. So many who ask at once in one process do not all count on one idle sandbox. Each view says up to which of the
+client's requests it has them in.
 """
 
 from __future__ import annotations
@@ -20,16 +21,13 @@ from untax.grounds import Recipe, recipe_of
 from untax.pool.costs import Costs
 from untax.pool.nodes import NodeView, Ranked, rank, unfit
 
-# A view that came this long after a lease was asked for, and twice the way there, has it in: the node hands out in its next turn.
-_SETTLED_S = 0.005
-_CLAIM_S = 1.0  # for a lease that began and ended between two views, of which nothing was seen
 # How long a node is left alone that refused: doubled each time, until a lease of it succeeds.
 _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
 _USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to be usual
 _MOST_LADDERS = 4096
+_FORESEEN_S = 1.0  # what was found ahead holds for so long, while nothing else is heard: stages that are being built come nearer
 
 _NUMBERS = ("most_starting", "waiting", "cpus", "busy", "filled")
-_BOUNDS = ("free_sandboxes", "free_mib", "most_mib")
 _Asked = tuple[Recipe, Limits, str | None, str | None]
 
 
@@ -42,7 +40,21 @@ class Claim:
     """Of what was idle; None for what is to be created."""
     is_exact: bool
     building: tuple[str, ...]
+    memory_mib: float
     asked_s: float
+    number: int | None = None
+    """Of the request at its node; None until it was sent."""
+    is_answered: bool = False
+    is_over: bool = False
+    """Its lease has ended before a view had it in: what was idle is used all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    spec: EnvSpec
+    version: int
+    at_s: float
+    best: Ranked
 
 
 class _Node:
@@ -53,6 +65,7 @@ class _Node:
         self.idle: dict[str, int] = {}
         self.building: dict[str, float] = {}
         self.starting = self.leased = 0
+        self.free_sandboxes = self.free_mib = math.inf
         self.claims: list[Claim] = []
         self.refusals = 0
         self.avoided_until_s = -math.inf
@@ -74,9 +87,9 @@ class _Node:
         for name in _NUMBERS:
             if name in part:
                 setattr(view, name, type(getattr(view, name))(part[name]))
-        for name in _BOUNDS:
-            if name in part:
-                setattr(view, name, math.inf if part[name] is None else float(part[name]))
+        self.free_sandboxes = _bound(part, "free_sandboxes", self.free_sandboxes)
+        self.free_mib = _bound(part, "free_mib", self.free_mib)
+        view.most_mib = _bound(part, "most_mib", view.most_mib)
         if "isolation" in part:
             view.isolation = str(part["isolation"])
         if "is_draining" in part:
@@ -85,20 +98,30 @@ class _Node:
         if "free_sandboxes" in part or "free_mib" in part:
             self.avoided_until_s = -math.inf  # what it refused for is another now
         self.is_told = True
+        if self.claims:
+            self.settle(int(part.get("asked", 0)), is_whole=part.get("whole") is True)
 
-    def settle(self, before_s: float) -> None:
-        self.claims = [claim for claim in self.claims if claim.asked_s > before_s]
+    def settle(self, asked: int, *, is_whole: bool) -> None:
+        """All requests up to this number are in what was told; after all of it anew also those that were answered before, perhaps by another server."""
+        self.claims = [
+            claim for claim in self.claims if (claim.number is None or claim.number > asked) and not (is_whole and claim.is_answered)
+        ]
 
     def correct(self) -> None:
         """What is told, less what is claimed."""
         view, claims = self.view, self.claims
         view.idle = dict(self.idle) if claims else self.idle
         view.building = dict(self.building) if claims else self.building
-        view.starting = self.starting
-        view.leased = self.leased + len(claims)
+        view.starting, view.leased = self.starting, self.leased
+        view.free_sandboxes, view.free_mib = self.free_sandboxes, self.free_mib
         for claim in claims:
             if claim.key is not None:
                 view.idle[claim.key] = view.idle.get(claim.key, 0) - 1
+            if claim.is_over:
+                continue
+            view.leased += 1
+            view.free_sandboxes -= 1
+            view.free_mib -= claim.memory_mib
             if not claim.is_exact:
                 view.starting += 1
                 for key in claim.building:
@@ -115,11 +138,14 @@ class Views:
         self._nodes: dict[str, _Node] = {}
         self._usual = Costs()
         self._ladders: OrderedDict[_Asked, dict[str, tuple[Stage, ...]]] = OrderedDict()
+        self._version = 0  # of all of this
+        self._foreseen: _Foreseen | None = None
 
     # ---- who is there ----
 
     def joined(self, node: str, *, isolation: str, link_s: float = 0.0) -> None:
         """It can be leased from; until it has said more, it is taken to have nothing."""
+        self._version += 1
         if node not in self._nodes:
             self._nodes[node] = _Node(NodeView(node, isolation))
         self._nodes[node].view.link_s = link_s
@@ -127,21 +153,25 @@ class Views:
     def linked(self, node: str, link_s: float) -> None:
         """So long the way there and back takes now."""
         one = self._nodes.get(node)
-        if one is not None:
+        if one is not None and one.view.link_s != link_s:
+            self._version += 1
             one.view.link_s = link_s
 
     def left(self, node: str) -> None:
+        self._version += 1
         self._nodes.pop(node, None)
         for known in self._ladders.values():
             known.pop(node, None)
 
     def lost(self, node: str, why: str) -> None:
         """It does not answer; not asked until it says something of itself again."""
+        self._version += 1
         if node in self._nodes:
             self._nodes[node].view.trouble = f"it does not answer: {why}"
 
     def drained(self, node: str) -> None:
         """It takes no new leases."""
+        self._version += 1
         if node in self._nodes:
             self._nodes[node].view.is_draining = True
 
@@ -150,6 +180,7 @@ class Views:
         one = self._nodes.get(node)
         if one is None:
             return
+        self._version += 1
         now_s = self._clock()
         try:
             one.take(part, now_s)
@@ -160,7 +191,6 @@ class Views:
         except (AttributeError, TypeError, ValueError) as exc:
             raise ProtocolError(f"a view of node {node} that is none: {exc!r}") from exc
         one.view.trouble = ""
-        one.settle(now_s - _SETTLED_S - 2 * one.view.link_s)
         one.correct()
 
     def view(self, node: str) -> NodeView | None:
@@ -179,10 +209,17 @@ class Views:
         known = self._ladders.get(_asked(spec))
         return next(iter(known.values()), None) if known else None
 
+    def is_known(self, spec: EnvSpec) -> bool:
+        """Whether nobody has to be asked for its rungs any more."""
+        known = self._ladders.get(_asked(spec))
+        return bool(known) and not self._unasked(known or {})
+
     def unasked(self, spec: EnvSpec) -> list[str]:
         """The nodes that know its rungs by keys of their own, and were not asked for them."""
-        known = self._ladders.get(_asked(spec), {})
-        if any(all(stage.is_portable for stage in stages) for stages in known.values()):
+        return self._unasked(self._ladders.get(_asked(spec), {}))
+
+    def _unasked(self, known: Mapping[str, tuple[Stage, ...]]) -> list[str]:
+        if len(known) >= len(self._nodes) or any(stages[-1].is_portable for stages in known.values()):
             return []
         return [node for node, one in self._nodes.items() if node not in known and not one.view.is_draining and not one.view.trouble]
 
@@ -197,33 +234,50 @@ class Views:
             if len(self._ladders) > _MOST_LADDERS:
                 self._ladders.popitem(last=False)
         if known.get(node) != stages:
+            self._version += 1
             if any(one[-1].is_portable for one in known.values()) and stages[-1].is_portable:
                 known.clear()  # the image's name stands for something else now, everywhere
             known[node] = stages
 
     # ---- where to ----
 
-    def rank(self, spec: EnvSpec) -> list[Ranked]:
-        """Where a lease of this spec could go, best first. The rungs must have been learnt."""
+    def rank(self, spec: EnvSpec, *, most: int | None = None) -> list[Ranked]:
+        """Where a lease of this spec could go, best first; with `most`, so many of them. Empty while its rungs were not learnt."""
+        known = self._ladders.get(_asked(spec))
+        if not known:
+            return []
         now_s = self._clock()
         for one in self._nodes.values():
-            if one.claims and one.claims[0].asked_s <= now_s - _CLAIM_S:
-                one.settle(now_s - _CLAIM_S)
-                one.correct()
             one.view.avoided_s = max(0.0, one.avoided_until_s - now_s)
-        wanted = self.ladder(spec)
-        assert wanted is not None
         return rank(
-            wanted,
+            next(iter(known.values())),
             [one.view for one in self._nodes.values()],
             here=self.here,
             isolation=spec.isolation,
             memory_mib=spec.limits.memory_mib,
             now_s=now_s,
             usual=self._usual,
-            chains=self._ladders[_asked(spec)],
+            chains=known,
             salt=self._salt,
+            most=most,
         )
+
+    def foresee(self, spec: EnvSpec) -> None:
+        """Have the best for a lease of `spec` ready, with its words: for who has nothing else to do, before the next one is asked for."""
+        foreseen = self._foreseen
+        if foreseen is not None and foreseen.spec is spec and foreseen.version == self._version:
+            return
+        found = self.rank(spec, most=2) if self.is_known(spec) else []
+        if found and not any(one.view.avoided_s for one in self._nodes.values()):
+            assert found[0].why
+            self._foreseen = _Foreseen(spec, self._version, self._clock(), found[0])
+
+    def foreseen(self, spec: EnvSpec) -> Ranked | None:
+        """What `rank` would have first, where that is known already."""
+        found = self._foreseen
+        if found is None or found.spec is not spec or found.version != self._version or self._clock() - found.at_s > _FORESEEN_S:
+            return None
+        return found.best
 
     def left_out(self, spec: EnvSpec) -> dict[str, str]:
         """The nodes that cannot take it, and why."""
@@ -232,11 +286,13 @@ class Views:
 
     # ---- what came of it ----
 
-    def claim(self, ranked: Ranked) -> Claim:
+    def claim(self, ranked: Ranked, memory_mib: float = 0.0) -> Claim:
         """A lease is about to be asked for there."""
         choice = ranked.choice
         key = choice.start.key if choice.entry is not None and choice.start is not None else None
-        claim = Claim(ranked.node, key, choice.kind == "exact", tuple(stage.key for stage in choice.missing), self._clock())
+        building = tuple(stage.key for stage in choice.missing)
+        claim = Claim(ranked.node, key, choice.kind == "exact", building, memory_mib, self._clock())
+        self._version += 1
         one = self._nodes[ranked.node]
         one.claims.append(claim)
         one.correct()
@@ -244,12 +300,23 @@ class Views:
 
     def came(self, claim: Claim) -> None:
         """It is there. The claim stays until a view has it in."""
+        claim.is_answered = True
         one = self._nodes.get(claim.node)
-        if one is not None:
+        if one is not None and one.refusals:
+            self._version += 1
             one.refusals, one.avoided_until_s = 0, -math.inf
+
+    def ended(self, claim: Claim) -> None:
+        """The lease was given back."""
+        self._version += 1
+        claim.is_over = True
+        one = self._nodes.get(claim.node)
+        if one is not None and claim in one.claims:
+            one.correct()
 
     def failed(self, claim: Claim, why: Exception | None = None) -> None:
         """It came to nothing. A node that refused, or did not answer, is left alone for a while."""
+        self._version += 1
         one = self._nodes.get(claim.node)
         if one is None:
             return
@@ -261,6 +328,12 @@ class Views:
         if why is not None:
             one.avoided_until_s = self._clock() + min(_MOST_AVOIDED_S, _AVOIDED_S * 2**one.refusals)
             one.refusals = min(one.refusals + 1, 16)
+
+
+def _bound(part: Mapping[str, Any], name: str, before: float) -> float:
+    if name not in part:
+        return before
+    return math.inf if part[name] is None else float(part[name])
 
 
 def _asked(spec: EnvSpec) -> _Asked:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 
 from untax.core.errors import UntaxError
@@ -18,6 +19,7 @@ from untax.remote.box import RemoteBox
 
 log = logging.getLogger("untax.fleet")
 
+_PATIENCE_S = 1.0  # until it is looked again whether a lease that waits is better off elsewhere
 _MOST_SPECS = 16  # looked at each time that a node says something
 
 
@@ -25,6 +27,7 @@ class _Waiting:
     def __init__(self, spec: EnvSpec, node: str, here: Coroutine[None, None, RemoteBox]) -> None:
         self.spec = spec
         self.node = node
+        self.since_s = time.monotonic()
         self.here = asyncio.ensure_future(here)
         self.elsewhere: asyncio.Future[RemoteBox] | None = None
         self.chance: asyncio.Future[Ranked] = asyncio.get_running_loop().create_future()
@@ -33,12 +36,18 @@ class _Waiting:
 
 class Line:
     """Of one client. `rank` says where a lease could go, best first; `room` how many more a node could take, and in how long it may be asked again if it refused
-    a moment ago. Belongs to one event loop.
+    a moment ago; `is_better` whether one is worth leaving a line for, in which a lease has waited for so long. Belongs to one event loop.
     """
 
-    def __init__(self, rank: Callable[[EnvSpec], Awaitable[list[Ranked]]], room: Callable[[str], tuple[float, float]]) -> None:
+    def __init__(
+        self,
+        rank: Callable[[EnvSpec], Awaitable[list[Ranked]]],
+        room: Callable[[str], tuple[float, float]],
+        is_better: Callable[[Ranked, str, float], bool],
+    ) -> None:
         self._rank = rank
         self._room = room
+        self._is_better = is_better
         self._again: asyncio.TimerHandle | None = None
         self._waiting: dict[_Waiting, None] = {}  # oldest first
         self._looking: asyncio.Task[None] | None = None
@@ -111,6 +120,9 @@ class Line:
                 best = next((best for best in free if best.node != one.node and self._has_room(best.node, given.get(best.node, 0))), None)
                 if best is None:
                     break
+                if not self._is_better(best, one.node, time.monotonic() - one.since_s):
+                    self._look_in(_PATIENCE_S)  # who has waited for longer goes further
+                    continue
                 if one in self._waiting and not one.chance.done():
                     given[best.node] = given.get(best.node, 0) + 1
                     one.chance.set_result(best)
@@ -119,9 +131,13 @@ class Line:
         room, avoided_s = self._room(node)
         if given + 1 > room:
             return False
-        if avoided_s > 0 and self._again is None:  # what it refused for may be over, and it need not say so
-            self._again = asyncio.get_running_loop().call_later(avoided_s, self._look_again)
+        if avoided_s > 0:  # what it refused for may be over, and it need not say so
+            self._look_in(avoided_s)
         return avoided_s <= 0
+
+    def _look_in(self, seconds: float) -> None:
+        if self._again is None:
+            self._again = asyncio.get_running_loop().call_later(seconds, self._look_again)
 
     def _look_again(self) -> None:
         self._again = None

@@ -29,8 +29,8 @@ def opening(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def opened(data: Mapping[str, Any], *, asked_ns: int, shift_ns: int, clock: Clock) -> Ledger:
-    """The holder's ledger. The way to the server is in `queue`, the way back in `ready`."""
+def opened(data: Mapping[str, Any], *, asked_ns: int, shift_ns: int, clock: Clock, now_ns: int | None = None) -> Ledger:
+    """The holder's ledger, of a lease that came now or at `now_ns`. The way to the server is in `queue`, the way back in `ready`."""
     try:
         facts = dict(data["facts"])
         ledger = Ledger(
@@ -48,7 +48,7 @@ def opened(data: Mapping[str, Any], *, asked_ns: int, shift_ns: int, clock: Cloc
         reasons = [str(reason) for reason in data["reasons"]]
     except (KeyError, TypeError, ValueError) as exc:
         raise ProtocolError(f"a lease without its account: {exc!r}") from exc
-    now_ns = clock()
+    now_ns = clock() if now_ns is None else now_ns
     ledger.add("queue", asked_ns, began_ns)
     for name, start_ns, end_ns in parts:
         ledger.add(name, max(start_ns, asked_ns), max(end_ns, asked_ns))

@@ -186,6 +186,11 @@ class Ledger:
         return bool(self._recent or self._kept or self._folded.count)
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it is final."""
+        return self._end_ns is not None
+
+    @property
     def held_s(self) -> float:
         """How long the holder had it, up to now."""
         if self._held_from_ns is None:
@@ -196,6 +201,11 @@ class Ledger:
     def start_ns(self) -> int:
         """When the lease was asked for, on the measuring clock: what the spans count from."""
         return self._start_ns
+
+    @property
+    def held_ns(self) -> int | None:
+        """When the holder had it, on the same clock."""
+        return self._held_from_ns
 
     @property
     def actions(self) -> tuple[ActionRecord, ...]:

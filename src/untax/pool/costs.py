@@ -42,6 +42,8 @@ class Costs:
         self._by_key: OrderedDict[str, float] = OrderedDict()
         self.learnt = 0
         """How often something was: who looks again sees whether there is anything new."""
+        self.learnt_stages = 0
+        """The same of single stages."""
 
     # ---- what is expected ----
 
@@ -91,6 +93,7 @@ class Costs:
         self._learn_key(FETCH + stage.key, seconds)
 
     def _learn_key(self, key: str, seconds: float) -> None:
+        self.learnt_stages += 1
         self._by_key[key] = _blend(self._by_key.pop(key, None), seconds)
         if len(self._by_key) > _MOST_KEYS:
             self._by_key.popitem(last=False)
@@ -101,9 +104,13 @@ class Costs:
 
     # ---- told to others ----
 
-    def as_told(self) -> tuple[dict[str, float], dict[str, float]]:
-        """All that was measured, by name and by stage key."""
-        return dict(self._by_name), dict(self._by_key)
+    def by_name(self) -> dict[str, float]:
+        """All that was measured, by name."""
+        return dict(self._by_name)
+
+    def by_key(self) -> dict[str, float]:
+        """The same of single stages."""
+        return dict(self._by_key)
 
     def hear(self, by_name: Mapping[str, float], by_key: Mapping[str, float], *, weight: float = 1.0) -> None:
         """What somebody else measured, in the place of what is known; with a smaller weight it only moves that."""

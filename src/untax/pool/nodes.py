@@ -5,16 +5,20 @@ measured to cost; and what whoever asks knows of it: how far away it is, whether
 by the time the lease gets there. A stage that a node lacks and another has comes from there, if it is the same on every machine; one that another is
 building is waited for, and then comes. So the answer is not one node but all that could take it, best first: the next is asked when one refuses.
 
-Ways that differ by less than anybody could measure are equal. Among equals comes first, where stages are to be built, the node with more room for them,
+Ways that differ by less than anybody could measure are equal; the caller's own is among them where one is idle with everything in place and not later by more than its actions save. Among equals comes first, where stages are to be built, the node with more room for them,
 so that one does not evict what others would have had room for; then the one with fewer leases for each of its processors; then the
 caller's own; then a fixed order that differs from caller to caller, so that many who ask at once do not all go to one.
+
+How long the quickest way on a node takes is found for each that could be among the best; which way that is, with its words, for those that are looked at.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from zlib import crc32
 
 from untax.core.spec import is_as_strong
@@ -30,6 +34,9 @@ _BUSIER, _ACTING_S = 0.3, 5.0
 # The same for each lease more that a processor has than on the emptiest node: little, since most leases wait for a model most of the time, but enough
 # that a quicker link does not draw everything to one machine.
 _CROWDED_S = 0.002
+# An action on the caller's own node takes a quarter of a millisecond less than elsewhere, and a rollout has dozens of them.
+_NEAR_S = 0.01
+_CLEAR = 2.0  # times sooner, for a lease to leave the line in which it waits
 # Where the room for layers is taken, what is put in place drives out about as much of something else, which is wanted again as often as not.
 _FILLED, _EVICTED = 0.9, 0.5
 
@@ -76,32 +83,46 @@ class NodeView:
         return (self.starting + self.waiting) / max(1, self.most_starting) + self.busy
 
     @property
-    def crowd(self) -> int:
-        """Whole leases for each processor."""
-        return self.leased // max(1, self.cpus)
+    def crowd(self) -> float:
+        """Leases for each processor."""
+        return self.leased / max(1, self.cpus)
 
 
-@dataclass(frozen=True, slots=True)
 class Ranked:
     """One node that could take it."""
 
-    node: str
-    choice: Choice
-    """The quickest way there."""
-    expected_s: float
-    is_full: bool
-    """Whether a lease there has to end first."""
-    note: str
-    """What beside the way decided, in words."""
-    other: Ranked | None = None
-    """The best of the nodes behind it."""
+    __slots__ = ("_choice", "_found", "_why", "expected_s", "is_full", "node", "note", "other")
+
+    def __init__(self, found: _Found, note: str, other: Ranked | None) -> None:
+        self.node = found.view.node
+        self.expected_s = found.expected_s
+        self.is_full = found.is_full
+        """Whether a lease there has to end first."""
+        self.note = note
+        """What beside the way decided, in words."""
+        self.other = other
+        """The best of the nodes behind it."""
+        self._found = found
+        self._choice: Choice | None = None
+        self._why: str | None = None
+
+    @property
+    def view(self) -> NodeView:
+        return self._found.view
+
+    @property
+    def choice(self) -> Choice:
+        """The quickest way there, as it is when this is first looked at."""
+        if self._choice is None:
+            self._choice = self._found.choice()
+        return self._choice
 
     @property
     def why(self) -> str:
         """One sentence for people."""
-        if self.other is None:
-            return f"{self.said()}; no other node could take it"
-        return f"{self.said()}; next: {self.other.said()}"
+        if self._why is None:
+            self._why = f"{self.said()}; {f'next: {self.other.said()}' if self.other is not None else 'no other node could take it'}"
+        return self._why
 
     def said(self) -> str:
         return f"{self.choice.said()}{f' ({self.note})' if self.note else ''}"
@@ -131,36 +152,115 @@ def rank(
     usual: Costs | None = None,
     chains: Mapping[str, Sequence[Stage]] | None = None,
     salt: str = "",
+    most: int | None = None,
 ) -> list[Ranked]:
     """The nodes that could take a lease with these rungs (lowest first), best first; empty when none could.
 
     `here` is the caller's own node. `usual` is what steps cost elsewhere, for those that a node has not measured. `chains` has the rungs as single
-    nodes know them: what exists on one machine only has another key on each. `salt` is the caller's own, for the order among equals.
+    nodes know them: what exists on one machine only has another key on each. `salt` is the caller's own, for the order among equals. With `most`, so
+    many of them: the same ones, in less time.
     """
     known = list(views)
     fit = [view for view in known if unfit(view, isolation=isolation, memory_mib=memory_mib) is None]
+    idlest, emptiest = min((view.busy for view in fit), default=0.0), min((view.crowd for view in fit), default=0.0)
     around = _around(wanted, known)
-    idlest, emptiest = min((view.busy for view in fit), default=0.0), min((view.crowd for view in fit), default=0)
-    found = []
+    found: list[_Found] = []
+    others: list[_Found] = []
     for view in fit:
-        rungs = chains.get(view.node, wanted) if chains else wanted
-        more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S + (view.crowd - emptiest) * _CROWDED_S
-        found.append(_way(rungs, view, memory_mib, _OfNode(view, usual, now_s, around), more_s))
-    return _ordered(found, here, salt)
+        one = _Found(view, chains.get(view.node, wanted) if chains else wanted, _OfNode(view, usual, now_s, around))
+        one.more_s = view.avoided_s + max(0.0, view.busy - idlest - _BUSIER) * _ACTING_S + int(view.crowd - emptiest) * _CROWDED_S
+        (found if one.is_at_once() else others).append(one)
+    if most is not None and len(found) > most:
+        # What is noticeably later than so many and one more, which is in the words of the last, is behind them however the rest turns out.
+        late_s = _late(nsmallest(most + 1, (one.expected_s for one in found))[-1])
+        others = [one for one in others if one.view.node == here or one.least_s() <= late_s]
+    for one in others:
+        one.find(memory_mib)
+    return _ordered(found + others, here, salt, most, emptiest)
+
+
+def is_better(other: Ranked, waiting: NodeView, waited_s: float) -> bool:
+    """Whether a lease that waits at one node would be served so much sooner at another by now that it is worth asking there.
+
+    How long it would still wait is not known. Leases end in turn, each of them lasts about as long as the commands of a rollout take, and who has
+    waited for long waits for as long again. Where its node has room, its turn has come or is about to.
+    """
+    if other.is_full or other.view.avoided_s > 0 or (waiting.free_sandboxes >= 1 and waiting.free_mib > 0):
+        return False
+    left_s = max(waited_s, _ACTING_S * max(1, waiting.waiting) / max(1, waiting.leased))
+    return _CLEAR * other.expected_s + _EQUAL_S < left_s
 
 
 # ---- one node ----
 
-_Found = tuple[NodeView, Choice, float, bool]
+
+class _Found:
+    """The quickest way on one node: first how long it takes, and which it is when that is asked for."""
+
+    __slots__ = ("_costs", "expected_s", "has_missing", "is_exact", "is_full", "more_s", "view", "wanted")
+
+    def __init__(self, view: NodeView, wanted: Sequence[Stage], costs: Costs) -> None:
+        self.view = view
+        self.wanted = wanted
+        self.more_s = 0.0
+        """What beside the way counts as if it took so long."""
+        self.expected_s = 0.0
+        self.is_exact = self.is_full = self.has_missing = False
+        self._costs = costs
+
+    def is_at_once(self) -> bool:
+        """Whether one with everything in place is idle there, so that nothing else is quicker; it is then found."""
+        view = self.view
+        if view.idle.get(self.wanted[-1].key, 0) <= 0:
+            return False
+        bind_s = self._costs.of("bind")
+        if bind_s > self._costs.of("create"):
+            return False
+        self.expected_s = view.link_s + bind_s + 0.0 + self.more_s
+        self.is_exact = True
+        return True
+
+    def least_s(self) -> float:
+        """No way there is quicker, where nothing is idle with everything in place."""
+        costs, top = self._costs, self.wanted[-1]
+        way_s = costs.of("create")
+        if self.view.idle:
+            way_s = min(way_s, costs.of("bind") + costs.of_stage(top))
+        return self.view.link_s + way_s + self.more_s
+
+    def find(self, memory_mib: float) -> None:
+        """As `placement.choose` does it over a fleet of this one node, without its words."""
+        view, costs, wanted = self.view, self._costs, self.wanted
+        idle, link_s, slower = view.idle, view.link_s, 1.0 + view.load
+        bind_s, create_s = costs.of("bind"), costs.of("create")
+        best_s, best, is_idle = math.inf, -1, False
+        missing_s = 0.0
+        for rung in range(len(wanted) - 1, -2, -1):
+            if missing_s > best_s:
+                break
+            key = wanted[rung].key if rung >= 0 else None
+            if key is not None and idle.get(key, 0) > 0 and (way_s := link_s + bind_s + missing_s * slower) < best_s:
+                best_s, best, is_idle = way_s, rung, True
+            if _has(view, wanted[0], key) and (way_s := link_s + 0.0 + (create_s + missing_s) * slower) < best_s:
+                best_s, best, is_idle = way_s, rung, False
+            if rung >= 0:
+                missing_s += costs.of_stage(wanted[rung])
+        if view.filled >= _FILLED:
+            self.more_s += _EVICTED * sum(costs.of_stage(stage) for stage in wanted[best + 1 :])
+        self.expected_s = best_s + self.more_s
+        self.has_missing = best < len(wanted) - 1
+        self.is_exact = is_idle and not self.has_missing
+        self.is_full = not self.is_exact and (view.free_sandboxes < 1 or memory_mib > view.free_mib)
+
+    def choice(self) -> Choice:
+        found = choose(self.wanted, _One(self.view, self.wanted[0]), self._costs)
+        assert found is not None  # nothing keeps one from being created from nothing
+        return found
 
 
-def _way(wanted: Sequence[Stage], view: NodeView, memory_mib: float, costs: Costs, more_s: float) -> _Found:
-    choice = choose(wanted, _One(view, wanted[0]), costs)
-    assert choice is not None  # nothing keeps one from being created from nothing
-    if view.filled >= _FILLED:
-        more_s += _EVICTED * sum(costs.of_stage(stage) for stage in choice.missing)
-    is_full = choice.kind != "exact" and (view.free_sandboxes < 1 or memory_mib > view.free_mib)
-    return view, choice, choice.expected_s + more_s, is_full
+def _has(view: NodeView, lowest: Stage, key: str | None) -> bool:
+    """Whether the layers of a stage lie there. The base is nothing, and everywhere; what is fixed when a sandbox is created is in the key behind a tilde."""
+    return key is None or (key == lowest.key and lowest.name == "base") or key.partition("~")[0] in view.stored
 
 
 class _One(Fleet):
@@ -173,14 +273,13 @@ class _One(Fleet):
         here.load = view.load
         self._here = (here,)
         self._view = view
-        self._lowest = lowest.key if lowest.name == "base" else None  # which is nothing, and everywhere
+        self._lowest = lowest
 
     def some_with_idle(self, key: str) -> Sequence[Node]:
         return self._here if self._view.idle.get(key, 0) > 0 else ()
 
     def some_with(self, key: str) -> Sequence[Node]:
-        # What is fixed when a sandbox is created is in the key behind a tilde; the layers are the same.
-        return self._here if key == self._lowest or key.partition("~")[0] in self._view.stored else ()
+        return self._here if _has(self._view, self._lowest, key) else ()
 
     def some(self) -> Sequence[Node]:
         return self._here
@@ -263,30 +362,45 @@ class _OfNode(Costs):
 # ---- all of them ----
 
 
-def _ordered(found: list[_Found], here: str | None, salt: str) -> list[Ranked]:
+def _late(expected_s: float) -> float:
+    """What takes longer than this is noticeably later."""
+    return expected_s * (1.0 + _EQUAL_SHARE) + _EQUAL_S
+
+
+@functools.lru_cache(maxsize=4096)
+def _lot(salt: str, node: str) -> int:
+    return crc32(f"{salt} {node}".encode())
+
+
+def _ordered(found: list[_Found], here: str | None, salt: str, most: int | None, emptiest: float) -> list[Ranked]:
     if not found:
         return []
-    best_s = min((expected_s for _, _, expected_s, is_full in found if not is_full), default=-math.inf)
-    equal_s = best_s * (1.0 + _EQUAL_SHARE) + _EQUAL_S
+    best_s = min((one.expected_s for one in found if not one.is_full), default=-math.inf)
+    equal_s = _late(best_s)
+
+    def is_equal(one: _Found) -> bool:
+        return not one.is_full and one.expected_s <= (equal_s + _NEAR_S if one.is_exact and one.view.node == here else equal_s)
 
     def key(one: _Found) -> tuple[object, ...]:
-        view, choice, expected_s, is_full = one
-        lot = crc32(f"{salt} {view.node}".encode())
-        if not is_full and expected_s <= equal_s:
-            return (0, round(view.filled, 1) if choice.missing else 0.0, view.crowd, view.node != here, view.link_s, lot, view.node)
-        if not is_full:
-            return (1, expected_s, view.crowd, view.node != here, lot, view.node)
-        return (2, (view.waiting + 1) / max(1, view.leased), expected_s, view.node != here, lot, view.node)
+        view, expected_s = one.view, one.expected_s
+        node = view.node
+        # Whole leases more for each processor than on the emptiest: one more or less does not send a lease away from where its caller is.
+        crowd = int(view.crowd - emptiest)
+        if is_equal(one):
+            return (0, round(view.filled, 1) if one.has_missing else 0.0, crowd, node != here, view.link_s, _lot(salt, node), node)
+        if not one.is_full:
+            return (1, expected_s, crowd, node != here, _lot(salt, node), node)
+        return (2, (view.waiting + 1) / max(1, view.leased), expected_s, node != here, _lot(salt, node), node)
 
-    found.sort(key=key)
-    equals = sum(not is_full and expected_s <= equal_s for _, _, expected_s, is_full in found)
+    equals = sum(map(is_equal, found))
+    # The one behind the last that is asked for is in its words.
+    in_order = sorted(found, key=key) if most is None else nsmallest(most + 1, found, key=key)
     ranked: list[Ranked] = []
-    for view, choice, expected_s, is_full in reversed(found):
-        is_equal = not is_full and expected_s <= equal_s and equals > 1
-        note = _note(view, is_full, is_equal=is_equal, is_here=view.node == here)
-        ranked.append(Ranked(view.node, choice, expected_s, is_full, note, ranked[-1] if ranked else None))
+    for one in reversed(in_order):
+        note = _note(one.view, one.is_full, is_equal=equals > 1 and is_equal(one), is_here=one.view.node == here)
+        ranked.append(Ranked(one, note, ranked[-1] if ranked else None))
     ranked.reverse()
-    return ranked
+    return ranked[:most]
 
 
 def _note(view: NodeView, is_full: bool, *, is_equal: bool, is_here: bool) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import secrets
+import threading
 import time
 from builtins import list as list_
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from untax.box import Box
 from untax.channel.client import Channel
@@ -16,12 +16,13 @@ from untax.channel.egress import Egress, EgressAttempt
 from untax.channel.handover import Resumed
 from untax.core import account
 from untax.core.errors import ProtocolError, SandboxLost, SubstrateError, UntaxError
-from untax.core.ledger import ActionRecord
+from untax.core.ledger import ActionRecord, Ledger
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
 from untax.core.stream import ByteStream
 from untax.leases import Request
 from untax.remote.connection import Reply
+from untax.remote.messages import unpacked
 from untax.remote.snapshot import RemoteSnapshot
 
 if TYPE_CHECKING:
@@ -32,37 +33,86 @@ log = logging.getLogger("untax.box")
 
 # The server ends a lease by its time and so do we; which of the two is seen first differs by less than this.
 _EXPIRY_SLACK_NS = 100_000_000
-
-
-def new_lease_id() -> str:
-    """The client's own, so that it can name a lease whose reply it never got."""
-    return f"lse-{secrets.token_hex(12)}"
+_opening = threading.Lock()
 
 
 class RemoteBox(Box):
     """Made by a `RemoteEngine` of what the server answered."""
 
     _engine: RemoteEngine
+    on_given_back: Callable[[], object] | None = None
+    """Told once the server has it back."""
 
     def __init__(self, engine: RemoteEngine, request: Request, lease_id: str, asked_ns: int, reply: Reply) -> None:
-        with contextlib.ExitStack() as undo:
-            stream = reply.take_stream()
-            undo.callback(stream.close)
-            image = reply.body.get("image")
-            if not isinstance(image, ImageConfig):
+        stream = reply.take_stream()
+        try:
+            body = reply.body
+            image, sandbox, held_ns, opening = body.get("image"), body.get("sandbox"), body.get("held_ns"), body.get("account")
+            if not isinstance(image, ImageConfig) or not isinstance(sandbox, str):
                 raise ProtocolError("a lease without its image's facts")
-            shift_ns = engine.server.shift_ns
-            data = reply.body.get("account") or {}
-            ledger = account.opened(data, asked_ns=asked_ns, shift_ns=shift_ns, clock=engine.clock)
-            super().__init__(engine, request, ledger)
-            resumed = Resumed.from_data(reply.body.get("channel") or {})
+            if not isinstance(held_ns, int) or not isinstance(opening, bytes):
+                raise ProtocolError("a lease without its account")
+            super().__init__(engine, request, cast("Ledger", None))  # opened later
+            self._opening: bytes = opening
+            self._first_id = sandbox
+            self._asked_ns, self._came_ns = asked_ns, self._clock()
+            self._note: Callable[[Ledger], object] | None = None
+            self._shift_ns = engine.server.shift_ns
             self._lease_id = lease_id
             self._image = image
-            self._until_ns = int(data["held_ns"]) + shift_ns + int(request.ttl_s * 1e9)
-            self._channel = self._channel_over(stream, resumed)
-            undo.pop_all()
-        left_s = max(0.0, (self._until_ns - self._clock()) / 1e9)
-        self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
+            self._until_ns = held_ns + self._shift_ns + int(request.ttl_s * 1e9)
+            self._channel = self._channel_over(stream, Resumed.from_data(body.get("channel") or {}))
+        except BaseException:
+            stream.close()
+            raise
+        left_s = max(0.0, (self._until_ns - self._came_ns) / 1e9)
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_later(left_s, self._expire)
+        loop.call_soon(self._open_account)  # while the first action is on its way, if not before
+
+    # ---- its account ----
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self._opened if self._opened is not None else self._open_account()
+
+    @_ledger.setter
+    def _ledger(self, ledger: Ledger | None) -> None:
+        self._opened = ledger
+
+    def note(self, into: Callable[[Ledger], object]) -> None:
+        """Have something written into the ledger as soon as there is one, which may be in another thread."""
+        if self._opened is not None:
+            into(self._opened)
+        else:
+            self._note = into
+
+    def _open_account(self) -> Ledger:
+        """From any thread: a blocking holder may be quicker than the event loop."""
+        with _opening:
+            if self._opened is None:
+                ledger = self._read_account()
+                if self._note is not None:
+                    self._note(ledger)
+                self._opening, self._note, self._opened = b"", None, ledger
+            return self._opened
+
+    def _read_account(self) -> Ledger:
+        clock, now_ns = self._clock, self._came_ns
+        try:
+            data = unpacked(self._opening)
+            return account.opened(data, asked_ns=self._asked_ns, shift_ns=self._shift_ns, clock=clock, now_ns=now_ns)
+        except ProtocolError as exc:
+            server = self._engine.server
+            ledger = Ledger(rollout="", substrate=server.substrate, isolation=server.isolation, start_ns=self._asked_ns, clock=clock)
+            ledger.sandboxes.append(self._first_id)
+            ledger.held(now_ns)
+            ledger.fault(f"ProtocolError: {exc}")
+            return ledger
+
+    @property
+    def id(self) -> str:
+        return self._first_id if self._opened is None else super().id
 
     def _channel_over(self, stream: ByteStream, resumed: Resumed) -> Channel:
         egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None
@@ -198,3 +248,5 @@ class RemoteBox(Box):
         finally:
             if channel is not None:
                 channel.close()
+            if self.on_given_back is not None:
+                self.on_given_back()

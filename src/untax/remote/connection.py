@@ -23,12 +23,13 @@ from untax.core.span import now_ns
 from untax.core.stream import ByteStream
 from untax.remote.boot import boot_id
 from untax.remote.dial import GREETING_S, Dialler
-from untax.remote.messages import PROTOCOL, Body, error_of
+from untax.remote.messages import KNOCK, PROTOCOL, Body, error_of
 from untax.remote.stream import MessageStream
 
 log = logging.getLogger("untax.remote")
 
 _SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
+_ASLEEP_S = 0.004  # after which a process that had nothing to do takes a while to get going
 _WAY_WEIGHT = 0.05  # of a way that took longer than was known: one that has become slow is noticed after some dozen
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
@@ -87,7 +88,7 @@ class Reply:
         """The channel that came along."""
         if self.fd is None:
             raise BackendError("", "a channel came without its descriptor: raise this process's limit of open files (ulimit -n)")
-        return SocketStream(socket.socket(fileno=self.fd)) if isinstance(self.fd, int) else self.fd
+        return SocketStream(socket.socket(fileno=self.fd), reads_soon=True) if isinstance(self.fd, int) else self.fd
 
     def discard(self) -> None:
         close(self.fd)
@@ -100,14 +101,28 @@ def close(fd: int | ByteStream | None) -> None:
         fd.close()
 
 
+class _Awake:
+    """When this process, by whichever connection, last said something or heard something."""
+
+    at_s = -math.inf
+
+
 class _Pending:
     def __init__(
-        self, op: str, args: Mapping[str, Any], on_part: Part | None, answer: asyncio.Future[Reply], *, is_standing: bool = False
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        on_part: Part | None,
+        answer: asyncio.Future[Reply],
+        on_sent: Callable[[int], None] | None = None,
+        *,
+        is_standing: bool = False,
     ) -> None:
         self.op = op
         self.args = args
         self.on_part = on_part
         self.answer = answer
+        self.on_sent = on_sent
         self.is_abandoned = False
         self.is_standing = is_standing
         """Whether it has no answer, only parts for as long as it lasts."""
@@ -125,6 +140,8 @@ class Connection:
         self.server: Server | None = None
         self.on_lost: Callable[[str], None] | None = None
         """Told each time that the connection breaks, taken up again or not."""
+        self.on_way: Callable[[float], None] | None = None
+        """Told what `way_s` is, each time that it was looked at."""
         self._place = dialler
         self._on_event = on_event
         self._on_forgotten = on_forgotten
@@ -147,32 +164,47 @@ class Connection:
     # ---- requests ----
 
     async def request(
-        self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None, is_standing: bool = False
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        on_part: Part | None = None,
+        on_sent: Callable[[int], None] | None = None,
+        is_standing: bool = False,
     ) -> Reply:
         """Carry one request out over there. Cancelling it gives back what it came to. A standing one lasts until then.
 
-        Raises what the server raised; `BackendError` when it is gone, or silent for `timeout_s`.
+        `on_sent` is told its number as soon as it is on its way, and may do then what nobody is to wait for. Raises what the server raised;
+        `BackendError` when it is gone, or silent for `timeout_s`.
         """
         self.check_process()
+        pending = _Pending(op, args, on_part, self._loop.create_future(), on_sent, is_standing=is_standing)
+        if timeout_s is None:
+            return await self._in_turn(pending)
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                if is_standing:
-                    return await self._asked(_Pending(op, args, on_part, self._loop.create_future(), is_standing=True))
-                async with self._turns[op in _MAY_WAIT_LONG]:
-                    return await self._asked(_Pending(op, args, on_part, self._loop.create_future()))
+                return await self._in_turn(pending)
         except TimeoutError:
             if not deadline.expired():
                 raise
             raise BackendError("", f"the server at {self._place} did not answer {op} within {timeout_s:g} s") from None
 
+    async def _in_turn(self, pending: _Pending) -> Reply:
+        if pending.is_standing:
+            return await self._asked(pending)
+        async with self._turns[pending.op in _MAY_WAIT_LONG]:
+            return await self._asked(pending)
+
     async def _asked(self, pending: _Pending) -> Reply:
-        await self.connect()
-        while self._stream is None:  # lost again before this went on
+        while self._stream is None or self._is_closed:  # also when it is lost again before this went on
             await self.connect()
         request_id = self._take_id()
         self._pending[request_id] = pending
         try:
             self._send(request_id, pending)
+            if pending.on_sent is not None:
+                pending.on_sent(request_id)
             reply = await pending.answer
         except UntaxError:
             if not pending.is_abandoned:
@@ -184,6 +216,16 @@ class Connection:
         self._pending.pop(request_id, None)
         return reply
 
+    def knock(self) -> bool:
+        """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Whether it may have been:
+        where this process had nothing to say to any server, both are, and a knock takes nothing from anybody.
+        """
+        if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S:
+            return False
+        _Awake.at_s = self._loop.time()
+        self._stream.send(KNOCK)
+        return True
+
     def _take_id(self) -> int:
         request_id = self._next_id
         self._next_id += 1
@@ -191,6 +233,7 @@ class Connection:
 
     def _send(self, request_id: int, pending: _Pending) -> None:
         assert self._stream is not None
+        _Awake.at_s = self._loop.time()
         self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
 
     def _seen(self) -> int:
@@ -218,6 +261,8 @@ class Connection:
         # A loop that was busy with something else makes a way seem long, nothing makes it seem short.
         before_s = self.way_s
         self._way_s = seconds if seconds < before_s else before_s + _WAY_WEIGHT * (seconds - before_s)
+        if self.on_way is not None:
+            self.on_way(self._way_s)
 
     # ---- its life ----
 
@@ -320,9 +365,12 @@ class Connection:
 
     def message_received(self, body: Body, fd: int | ByteStream | None) -> None:
         self._unheard = 0
+        _Awake.at_s = self._loop.time()
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
             self._on_event(event, body)
+        elif "op" in body:
+            pass  # a knock: we are awake now
         elif self._greeting is not None:
             self._greeted(self._greeting[1], body)
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:

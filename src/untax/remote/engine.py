@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from untax.leases import Bindings, Offer, Request, checked
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus
 from untax.remote.address import is_web, socket_path, web_address
-from untax.remote.box import RemoteBox, new_lease_id
+from untax.remote.box import RemoteBox
 from untax.remote.connection import Connection, Part, Reply, Server
 from untax.remote.dial import Dialler, UnixDialler, WebDialler
 from untax.remote.messages import load_types
@@ -64,12 +64,16 @@ class RemoteEngine(Leasing):
     """Leases sandboxes of a server. `async with`, or `start()` and `aclose()`. For one process and one event loop."""
 
     box_class: type[RemoteBox] = RemoteBox
+    wants_facts = False
+    """Whether leases are to say what commands find inside."""
 
     def __init__(self, url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None, clock: Clock = now_ns) -> None:
         super().__init__(clock)
         self.url = url
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
+        self._leases = 0
+        self._has_knocked = False
 
     # ---- its own life ----
 
@@ -122,6 +126,14 @@ class RemoteEngine(Leasing):
         if self._connection is None or self._connection.server is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
         return self._connection.way_s
+
+    def on_link(self, told: Callable[[float], None] | None) -> None:
+        """Have `told` know of `link_s` now, and each time that it was looked at; None ends that."""
+        if self._connection is None:
+            raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
+        self._connection.on_way = told
+        if told is not None:
+            told(self.link_s)
 
     @property
     def substrate(self) -> RemoteSubstrate:
@@ -197,11 +209,16 @@ class RemoteEngine(Leasing):
 
     # ---- how a box comes to be ----
 
-    async def fulfil(self, request: Request, *, may_refuse: bool = False) -> RemoteBox:
-        """`may_refuse`: `LeaseRefused` at once where it would have to wait for the end of another lease, for who knows of other servers."""
+    async def fulfil(self, request: Request, *, may_refuse: bool = False, on_sent: Callable[[int], None] | None = None) -> RemoteBox:
+        """`may_refuse`: `LeaseRefused` at once where it would have to wait for the end of another lease, for who knows of other servers.
+
+        `on_sent` is told the number of the request, by which views of the server say whether they have it in.
+        """
         self._check_running()
         asked_ns = self.clock()
-        lease_id = new_lease_id()
+        self.knock()
+        self._leases += 1
+        lease_id = f"lse-{self._leases}"  # our own, so that a lease can be named whose reply never came
         args = {
             "lease": lease_id,
             "spec": request.spec,
@@ -212,9 +229,14 @@ class RemoteEngine(Leasing):
         }
         if may_refuse:
             args["may_refuse"] = True
+        if self.wants_facts:
+            args["facts"] = True
+        if self._has_knocked:
+            self._has_knocked = False
+            args["knock"] = True  # by the time it answers, we are asleep
         timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
         try:
-            reply = await self.request("lease", args, timeout_s=timeout_s)
+            reply = await self.request("lease", args, timeout_s=timeout_s, on_sent=on_sent)
         except BackendError as exc:
             if timeout_s is not None and self.clock() - asked_ns >= timeout_s * 1e9:
                 raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}: {exc}") from exc
@@ -225,12 +247,15 @@ class RemoteEngine(Leasing):
             self.chore(self._give_back(lease_id))
             raise
         self._boxes.add(box)
-        self._came(asked_ns, reply.body["account"])
+        assert self._connection is not None
+        there_ns = int(reply.body["held_ns"]) - int(reply.body.get("began_ns") or 0)
+        self._connection.took(max(0.0, (self.clock() - asked_ns - there_ns) / 1e9))
         return box
 
-    def _came(self, asked_ns: int, account: Mapping[str, Any]) -> None:
-        assert self._connection is not None
-        self._connection.took(max(0.0, (self.clock() - asked_ns - (int(account["held_ns"]) - int(account["start_ns"]))) / 1e9))
+    def knock(self) -> None:
+        """A lease is about to be asked for: a server that is asleep wakes up meanwhile."""
+        if self._connection is not None and self._connection.knock():
+            self._has_knocked = True
 
     async def _give_back(self, lease_id: str) -> None:
         """A lease that could not be taken."""
@@ -239,10 +264,18 @@ class RemoteEngine(Leasing):
 
     # ---- for boxes and snapshots ----
 
-    async def request(self, op: str, args: Mapping[str, Any], *, timeout_s: float | None = None, on_part: Part | None = None) -> Reply:
+    async def request(
+        self,
+        op: str,
+        args: Mapping[str, Any],
+        *,
+        timeout_s: float | None = None,
+        on_part: Part | None = None,
+        on_sent: Callable[[int], None] | None = None,
+    ) -> Reply:
         if self._connection is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
-        return await self._connection.request(op, args, timeout_s=timeout_s, on_part=on_part)
+        return await self._connection.request(op, args, timeout_s=timeout_s, on_part=on_part, on_sent=on_sent)
 
     async def ask(self, op: str, **args: Any) -> dict[str, Any]:
         """A request whose answer has no descriptor."""

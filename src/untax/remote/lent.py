@@ -65,3 +65,4 @@ class LentBox(RemoteBox):
 
 class LentEngine(RemoteEngine):
     box_class: type[RemoteBox] = LentBox
+    wants_facts = True

@@ -16,7 +16,7 @@ from untax.core.errors import ProtocolError
 from untax.core.stream import ByteStream
 from untax.remote.messages import MESSAGE_MAX, Body, Framer, decode, encode
 
-_RECEIVE = 256 << 10
+_RECEIVE, _RECEIVE_SMALL = 256 << 10, 64 << 10  # as in `channel.stream`, and for its reasons
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 _UCRED = struct.Struct("3i")
 _NONE = -1
@@ -64,6 +64,7 @@ class UnixStream:
         self._kept: deque[tuple[memoryview, int | None]] = deque()
         self._kept_size = 0
         self._came = 0  # bytes, so far
+        self._receive_size = _RECEIVE_SMALL
         self._is_closed = False
 
     @property
@@ -137,7 +138,7 @@ class UnixStream:
 
     def _readable(self) -> None:
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(_RECEIVE, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._sock.recvmsg(self._receive_size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
@@ -150,6 +151,7 @@ class UnixStream:
                 self._fds.extend(fds)
         if flags & socket.MSG_CTRUNC:
             self._fds.append(_NONE)  # it was sent, and this process can have no more of them: whoever waits for it is told
+        self._receive_size = _RECEIVE_SMALL if len(data) < _RECEIVE_SMALL else _RECEIVE
         if not data:
             self._lose("the other end hung up")
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from untax.core.errors import BackendError, UntaxError, UsageError
-from untax.remote.messages import Body, error_data
+from untax.remote.messages import KNOCK, Body, error_data
 from untax.server.handed import Handed
 from untax.server.owners import Owner
 
@@ -50,9 +50,9 @@ class Answer:
         self.is_unwanted = False
         self._askers: list[tuple[Asker, int]] = []
 
-    def begin(self, task: asyncio.Task[Outcome]) -> None:
-        self.task = task
-        task.add_done_callback(self._done)
+    def begin(self, begin: Begin, chore: Callable[[Coroutine[Any, Any, Outcome]], asyncio.Task[Outcome]]) -> None:
+        self.task = chore(self._carried_out(begin))
+        self.task.add_done_callback(self._done)
 
     def ask(self, asker: Asker, request_id: int) -> None:
         if self.task.done():
@@ -60,28 +60,54 @@ class Answer:
         else:
             self._askers.append((asker, request_id))
 
+    async def _carried_out(self, begin: Begin) -> Outcome:
+        outcome = await begin(self.part)
+        # Here and not in a callback of the task: what the operation put off until nobody waits comes before those.
+        for asker, request_id in self._take_askers():
+            self._say(asker, request_id, outcome)
+        return outcome
+
     def part(self, body: Body) -> None:
-        """Something of the answer, ahead of its end."""
+        """Something of the answer, ahead of its end; a knock only says that there will be one soon."""
         for asker, request_id in self._askers:
-            asker.say({"id": request_id, "part": body})
+            asker.say(body if body is KNOCK else {"id": request_id, "part": body})
 
     def _done(self, _: asyncio.Task[Outcome]) -> None:
-        askers, self._askers = self._askers, []
-        for asker, request_id in askers:
+        """Of one that failed or was cancelled; the others are told already."""
+        for asker, request_id in self._take_askers():
             self._tell(asker, request_id)
+
+    def _take_askers(self) -> list[tuple[Asker, int]]:
+        askers, self._askers = self._askers, []
+        return askers
 
     def _tell(self, asker: Asker, request_id: int) -> None:
         try:
             if self.task.cancelled():
                 raise BackendError("", "the request was cancelled")
             outcome = self.task.result()
-            fd = outcome.handed.descriptor() if outcome.handed is not None else None
-            asker.say({"id": request_id, "ok": outcome.body}, fd)
         except UntaxError as exc:
             asker.say({"id": request_id, "error": error_data(exc)})
         except Exception as exc:  # a bug here: told to the client, and written down with where it is
             log.exception("a request failed")
-            asker.say({"id": request_id, "error": error_data(BackendError("", f"the server failed: {type(exc).__name__}: {exc}"))})
+            asker.say({"id": request_id, "error": _bug(exc)})
+        else:
+            self._say(asker, request_id, outcome)
+
+    def _say(self, asker: Asker, request_id: int, outcome: Outcome) -> None:
+        """Raises nothing: what was carried out stays so, and is given back when it is asked for no more."""
+        try:
+            fd = outcome.handed.descriptor() if outcome.handed is not None else None
+            asker.say({"id": request_id, "ok": outcome.body}, fd)
+        except UntaxError as exc:
+            asker.say({"id": request_id, "error": error_data(exc)})
+        except Exception as exc:
+            log.exception("an answer could not be given")
+            asker.say({"id": request_id, "error": _bug(exc)})
+
+
+def _bug(exc: Exception) -> Body:
+    return error_data(BackendError("", f"the server failed: {type(exc).__name__}: {exc}"))
 
 
 Begin = Callable[[Callable[[Body], None]], Coroutine[Any, Any, Outcome]]
@@ -105,7 +131,7 @@ class Answers:
                 asker.say({"id": request_id, "error": error_data(error)})
                 return
             answer = owner.answers[request_id] = Answer()
-            answer.begin(self._chore(begin(answer.part)))
+            answer.begin(begin, self._chore)
             owner.under_way += 1
             answer.task.add_done_callback(lambda _: self._ended(owner))
             self._forget_old(owner)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
 from untax.pooling import STORE
-from untax.remote.messages import Body
+from untax.remote.messages import KNOCK, Body, packed
 from untax.server.answers import Outcome
 from untax.server.handed import Handed, HangUps, hand_over
 from untax.server.owners import Owner
@@ -44,20 +43,33 @@ class Operations:
         self._on_ledger = on_ledger
         self._on_change = on_change
 
-    async def carry_out(self, owner: Owner, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
+    async def carry_out(self, owner: Owner, number: int, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
         method = getattr(self, f"op_{op}", None) if op.isidentifier() else None
         if method is None:
             raise ProtocolError(f"the server knows no request {op!r}: install the same release on both sides")
-        outcome: Outcome = await method(owner, _Args(args, shift_ns), tell)
+        outcome: Outcome = await method(owner, _Args(args, number, shift_ns), tell)
         return outcome
 
     # ---- leases ----
 
-    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
+    def knocked(self, owner: Owner) -> None:
+        """It is about to ask for a lease, as a rule of what it leased before: what takes long for who was asleep is gone through while that is on its way."""
+        if owner.last is not None:
+            self._engine.foresee(owner.last[0])
+            packed(owner.last[1])
+
+    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
+        asked = owner.leasing(args.request)
+        try:
+            return await self._lease(owner, args, asked, tell)
+        finally:
+            asked()
+
+    async def _lease(self, owner: Owner, args: _Args, asked: Callable[[], object], tell: Tell) -> Outcome:
         engine = self._engine
         lease_id = args.text("lease")
         late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
-        request = checked(engine.offer, args.spec(), late)
+        request = replace(checked(engine.offer, args.spec(), late), on_asked=asked)
         snapshot_id = args.text_or_none("snapshot")
         owner.gate.admit(request.spec)
         if (may_refuse := args.truth_or_false("may_refuse")) and (trouble := engine.trouble(request)) is not None:
@@ -65,10 +77,17 @@ class Operations:
         if snapshot_id is not None:
             owner.gate.check_snapshot(snapshot_id)
             request = replace(request, snapshot=await engine.find_snapshot(snapshot_id))
-        with _refusing(may_refuse), owner.gate.starting():
-            box = await engine.fulfil(request)
-            owner.gate.leased(1)
         try:
+            with owner.gate.starting():
+                box = await engine.fulfil(request)
+                owner.gate.leased(1)
+        except (PoolTimeout, StageUnavailable) as exc:
+            if may_refuse and (refusal := _refusal(exc)) is not None:
+                raise refusal from exc
+            raise
+        try:
+            if args.truth_or_false("knock"):
+                tell(KNOCK)  # the holder wakes up while the answer is put together
             handed = await hand_over(box, self._hang_ups)
             if owner.is_over or lease_id in owner.leases:
                 raise UsageError("the owner is gone, or has a lease of this id already")
@@ -78,7 +97,18 @@ class Operations:
             raise
         owner.leases[lease_id] = box
         self._on_change()
-        body = {"account": account.opening(box.ledger), "image": box.image, "facts": box.facts, "channel": handed.resumed.to_data()}
+        opening = account.opening(box.ledger)
+        owner.last = request.spec, opening
+        body: Body = {
+            "sandbox": box.id,
+            "began_ns": box.ledger.start_ns,
+            "held_ns": box.ledger.held_ns,
+            "account": packed(opening),  # the client has the rest before it looks into that
+            "image": box.image,
+            "channel": handed.resumed.to_data(),
+        }
+        if args.truth_or_false("facts"):
+            body["facts"] = box.facts
         return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
 
     async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
@@ -232,19 +262,11 @@ class Operations:
         return Outcome({"pools": owner.gate.shown(self._engine.pools())})
 
 
-@contextmanager
-def _refusing(may_refuse: bool) -> Iterator[None]:
+def _refusal(exc: PoolTimeout | StageUnavailable) -> LeaseRefused | None:
     """What another node may be better at is refused as such, for whoever asks several."""
-    try:
-        yield
-    except PoolTimeout as exc:
-        if may_refuse and isinstance(exc.__cause__, UntaxError):  # an allowance of the tenant's, used up
-            raise LeaseRefused("busy", str(exc)) from exc
-        raise
-    except StageUnavailable as exc:
-        if may_refuse and exc.stage == STORE:
-            raise LeaseRefused("disk", str(exc)) from exc
-        raise
+    if isinstance(exc, StageUnavailable):
+        return LeaseRefused("disk", str(exc)) if exc.stage == STORE else None
+    return LeaseRefused("busy", str(exc)) if isinstance(exc.__cause__, UntaxError) else None  # an allowance of the tenant's, used up
 
 
 def _box(owner: Owner, args: _Args) -> Tenancy:
@@ -267,8 +289,10 @@ def _told(snapshot: Snapshot) -> Body:
 class _Args:
     """The arguments of a request, each asked for by its type. `ProtocolError` for what is missing or something else."""
 
-    def __init__(self, given: Mapping[str, Any], shift_ns: int) -> None:
+    def __init__(self, given: Mapping[str, Any], request: int, shift_ns: int) -> None:
         self._given = given
+        self.request = request
+        """The number of the request."""
         self.shift_ns = shift_ns
 
     def _of(self, name: str, *kinds: type) -> Any:
@@ -302,7 +326,7 @@ class _Args:
         return value
 
     def truth_or_false(self, name: str) -> bool:
-        """For what older clients do not say."""
+        """For what is said only where it is so."""
         return self.truth(name) if name in self._given else False
 
     def mapping(self, name: str) -> Mapping[str, Any]:

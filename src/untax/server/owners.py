@@ -8,12 +8,13 @@ broke can be taken up again within that time by whoever knows the secret; then e
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from untax.core.errors import UsageError
 
@@ -125,6 +126,10 @@ class Owner:
         self.answers: dict[int, Answer] = {}
         self.under_way = 0
         """How many of them are not there yet."""
+        self._leasing: dict[int, None] = {}  # numbers of requests for leases that no pool knows of yet, in their order
+        self._last_lease = 0
+        self.last: tuple[EnvSpec, Mapping[str, Any]] | None = None
+        """What it leased last, and what was told of that."""
         self.carriers: dict[int, object] = {}
         """What carries the channels of its boxes, where descriptors cannot be handed over; the transport's own."""
         self.next_carrier = 1
@@ -135,6 +140,17 @@ class Owner:
         self.timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Task[None] | None = None
         """Gives back what it held, once it is over."""
+
+    def leasing(self, number: int) -> Callable[[], object]:
+        """It asks for a lease by this request. What is given is to be called once a pool knows of it, or never will."""
+        self._leasing[number] = None
+        self._last_lease = max(self._last_lease, number)
+        return functools.partial(self._leasing.pop, number, None)
+
+    @property
+    def asked(self) -> int:
+        """Up to which number every request for a lease is in what is told of the pools now."""
+        return min(self._leasing) - 1 if self._leasing else self._last_lease
 
 
 class Owners:

@@ -39,6 +39,27 @@ HEARTBEAT_S = 3.0
 _BEATS = 3  # within the time after which a client that says nothing is given up
 LEDGERS_KEPT = 256
 _LEDGERS_BYTES = 16 << 20
+_LONG = 200  # actions
+
+
+class Final:
+    """A ledger that nobody adds to any more, and whose it is. It is written out when somebody asks for it, which hardly anybody does."""
+
+    __slots__ = ("_ledger", "_text", "tenant")
+
+    def __init__(self, tenant: str, ledger: Ledger) -> None:
+        self.tenant = tenant
+        # Of a long one the text is much smaller than what it is made of.
+        self._text = ledger.to_json() if len(ledger.actions) > _LONG or not ledger.is_closed else None
+        self._ledger = ledger if self._text is None else None
+
+    @property
+    def text(self) -> str:
+        """As `Ledger.to_json` has it."""
+        if self._text is None:
+            assert self._ledger is not None
+            self._text, self._ledger = self._ledger.to_json(), None
+        return self._text
 
 
 class Service:
@@ -47,8 +68,8 @@ class Service:
     def __init__(self, engine: Engine, *, lease_s: float = LEASE_S) -> None:
         self.engine = engine
         self.lease_s = require_duration("lease_s", lease_s)
-        self.ledgers: deque[tuple[str, str]] = deque(maxlen=LEDGERS_KEPT)
-        """The latest that are final, the holders' part in them: whose, and as `Ledger.to_json` has them."""
+        self.ledgers: deque[Final] = deque(maxlen=LEDGERS_KEPT)
+        """The latest that are final, the holders' part in them."""
         self.ledgers_total = 0
         """How many there were, those that were forgotten included."""
         self.on_ledger: Callable[[Ledger, str], object] | None = None
@@ -70,13 +91,13 @@ class Service:
         """As many as fit a message, the oldest first; of one tenant, or of all."""
         found: deque[str] = deque()
         room = _LEDGERS_BYTES
-        for whose, one in reversed(self.ledgers):
-            if tenant is not None and whose != tenant:
+        for one in reversed(self.ledgers):
+            if tenant is not None and one.tenant != tenant:
                 continue
-            room -= len(one)
+            room -= len(one.text)
             if room < 0:
                 break
-            found.appendleft(one)
+            found.appendleft(one.text)
         return list(found)
 
     async def wait_idle(self) -> None:
@@ -130,7 +151,7 @@ class Service:
         asyncio.get_running_loop().call_soon(self._keep, tenant, ledger)
 
     def _keep(self, tenant: str, ledger: Ledger) -> None:
-        self.ledgers.append((tenant, ledger.to_json()))
+        self.ledgers.append(Final(tenant, ledger))
         self.ledgers_total += 1
         if self.on_ledger is not None:
             self.on_ledger(ledger, tenant)
@@ -168,6 +189,10 @@ class Session:
     @property
     def unsent(self) -> int:
         return self._stream.unsent
+
+    @property
+    def asked(self) -> int:
+        return self.owner.asked if self.owner is not None else 0
 
     def drop(self, reason: str) -> None:
         log.debug("connection of %s dropped: %s", self._label, reason)
@@ -259,6 +284,8 @@ class Session:
             service.answers.seen(owner, seen)
         op, args = body["op"], body.get("args")
         match op:
+            case "knock":
+                service.operations.knocked(owner)
             case "renew":
                 self.say({"id": request_id, "ok": {}})
             case "cancel":
@@ -278,7 +305,7 @@ class Session:
             case _ if isinstance(args, dict):
                 shift_ns = self._shift_ns
                 service.answers.ask(
-                    owner, request_id, lambda tell: service.operations.carry_out(owner, op, args, shift_ns, tell), self
+                    owner, request_id, lambda tell: service.operations.carry_out(owner, request_id, op, args, shift_ns, tell), self
                 )  # fmt: skip
             case _:
                 self.refuse(request_id, ProtocolError("a request without arguments"))

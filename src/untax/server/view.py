@@ -1,7 +1,8 @@
 """What a server tells those who place leases over many nodes: what is idle, stored and starting here, pushed when it changes.
 
-A session that asked is told all of it at once and from then on only what has changed, soon after a change and at most every 20 ms. Every
-value is absolute, so that what is told twice does no harm. While nobody asks, nothing here is called.
+A session that asked is told all of it at once and from then on only what has changed: soon after a change and at most every 20 ms where it leases here
+itself or the change may decide where a lease goes, within 100 ms otherwise. Every value is absolute, so that what is told twice does no harm. Beside it each is told up to
+which of its own requests for leases all are in what it is told. While nobody asks, nothing here is called.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
     from untax.pooling import Pooling
 
 PUSH_S = 0.02
-"""Between two pushes: fifty a second keep a core busy to less than a hundredth, and no lease takes longer than this to be seen."""
+"""Between two pushes: fifty a second keep a core busy to less than a hundredth, and nobody's own lease takes longer than this to be seen."""
+_LATER_S = 0.1  # for what decides nothing. Every node tells every client: where a hundred have a hundred each, that is most of what is said
 _FIRST_S = 0.005  # after a quiet time: what belongs together is told together, and not beside a lease's first action, which takes 2 ms
 _LOOK_S = 1.0  # how often it is looked at what has no event: how busy the machine is
 _BUSY_STEP = 0.1  # by how much that has to differ to be told
+_COST_STEP = 0.05  # the same of what steps cost, as a share
 _UNSENT_MAX = 256 << 10  # bytes; who reads as slowly as that is told all of it once it has caught up
 _PRESSURE = "/proc/pressure/cpu"
 
@@ -34,6 +37,10 @@ class Watcher(Protocol):
 
     @property
     def unsent(self) -> int: ...
+
+    @property
+    def asked(self) -> int:
+        """Up to which number every request of it for a lease is known to the pools."""
 
     def say(self, body: Body, fd: int | None = None) -> None: ...
 
@@ -48,16 +55,27 @@ class Watched(Protocol):
     def is_draining(self) -> bool: ...
 
 
+class _Told:
+    """What a watcher knows."""
+
+    __slots__ = ("asked", "at_s", "request_id", "view")
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.view: View | None = None  # it has to be told all of it
+        self.asked = -1
+        self.at_s = -math.inf
+
+
 class Views:
     """Who watches, and what they were told last."""
 
     def __init__(self, service: Watched) -> None:
         self._service = service
-        self._watchers: dict[Watcher, int] = {}  # and the number of its request
-        self._behind: set[Watcher] = set()  # those who have to be told all of it
+        self._watchers: dict[Watcher, _Told] = {}
         self._poolings: list[Pooling] = []
-        self._last: View = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._later: asyncio.TimerHandle | None = None  # for what was put off
         self._looking: asyncio.TimerHandle | None = None
         self._pushed_s = -math.inf
         self._costs = _Costs()
@@ -67,18 +85,18 @@ class Views:
 
     def watch(self, watcher: Watcher, request_id: int) -> None:
         is_first = not self._watchers
-        self._watchers[watcher] = request_id
-        self._behind.add(watcher)
+        self._watchers[watcher] = _Told(request_id)
         if is_first:
             self._begin()
         self._push()
 
     def leave(self, watcher: Watcher, request_id: int | None = None) -> None:
         """It is gone, or asks for no more; with a number, only if it is that request which ends."""
-        if request_id is not None and self._watchers.get(watcher) != request_id:
+        told = self._watchers.get(watcher)
+        if told is None or request_id not in (None, told.request_id):
             return
-        self._behind.discard(watcher)
-        if self._watchers.pop(watcher, None) is not None and not self._watchers:
+        del self._watchers[watcher]
+        if not self._watchers:
             self._end()
 
     def changed(self) -> None:
@@ -89,7 +107,6 @@ class Views:
 
     def close(self) -> None:
         self._watchers.clear()
-        self._behind.clear()
         self._end()
 
     # ---- inside ----
@@ -107,13 +124,13 @@ class Views:
                 engine.chore(pooling.know_store())
 
     def _end(self) -> None:
-        for timer in (self._timer, self._looking):
+        for timer in (self._timer, self._later, self._looking):
             if timer is not None:
                 timer.cancel()
-        self._timer = self._looking = None
+        self._timer = self._later = self._looking = None
         if self._poolings:
             self._service.engine.watch_pools(None)
-        self._poolings, self._last, self._costs, self._restocked = [], {}, _Costs(), -1
+        self._poolings, self._costs, self._restocked = [], _Costs(), -1
 
     def _due(self) -> None:
         self._timer = None
@@ -121,34 +138,47 @@ class Views:
         self._push()
 
     def _look(self) -> None:
+        """At what has no event: how busy the machine is, who has caught up, and what was put off."""
         self._looking = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
         busy = _busy()
         if abs(busy - self._busy) >= _BUSY_STEP:
             self._busy = busy
-            self.changed()
-        elif self._behind:
-            self.changed()
+        self.changed()
 
     def _push(self) -> None:
-        self._pushed_s = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        now_s = self._pushed_s = loop.time()
         whole = self._whole()
-        before, self._last = self._last, whole
-        change = _change(before, self._last) if before else {}
-        if costs := self._costs.news(self._poolings):
-            change["costs"] = costs
-        told: Body | None = None
-        for watcher, request_id in self._watchers.items():
+        changes: dict[int, tuple[Body, bool]] = {}  # by what was known; most know the same
+        put_off_s = math.inf
+        for watcher, told in self._watchers.items():
             if watcher.unsent > _UNSENT_MAX:
-                self._behind.add(watcher)
-            elif watcher in self._behind:
-                self._behind.discard(watcher)
-                told = told or _told(self._last) | {"costs": self._costs.all(), "whole": True}
-                watcher.say({"id": request_id, "part": told})
-            elif change:
-                watcher.say({"id": request_id, "part": change})
+                told.view = None
+                continue
+            asked = watcher.asked
+            if told.view is None:
+                part = _all_of(whole)
+            else:
+                if id(told.view) not in changes:
+                    changes[id(told.view)] = change = _change(told.view, whole), _decides(told.view, whole)
+                else:
+                    change = changes[id(told.view)]
+                part, decides = change
+                if not part and asked == told.asked:
+                    continue
+                if not decides and asked == told.asked and now_s < told.at_s + _LATER_S:
+                    put_off_s = min(put_off_s, told.at_s + _LATER_S - now_s)
+                    continue
+            if asked != told.asked:
+                part = {**part, "asked": asked}
+            told.view, told.asked, told.at_s = whole, asked, now_s
+            watcher.say({"id": told.request_id, "part": part})
+        if self._later is not None:
+            self._later.cancel()
+        self._later = loop.call_later(put_off_s, self.changed) if put_off_s < math.inf else None
 
     def _whole(self) -> View:
-        """Sets as sets, so that they can be compared; costs apart."""
+        """Sets as sets, so that they can be compared."""
         engine, states = self._service.engine, [pooling.driver.state for pooling in self._poolings]
         loop_s = asyncio.get_running_loop().time()
         idle: dict[str, int] = {}
@@ -175,6 +205,7 @@ class Views:
             "free_mib": _finite(max((mib for _, mib in rooms), default=math.inf)),
             "most_mib": _finite(max((one.memory_mib for one in options), default=math.inf)),
             "is_draining": self._service.is_draining,
+            "costs": self._costs.now(self._poolings),
         }
 
     def _stored(self) -> frozenset[str]:
@@ -186,45 +217,41 @@ class Views:
 
 
 class _Costs:
-    """What was told of what steps cost."""
+    """What steps cost, another one only once it differs by what anybody would notice."""
 
     def __init__(self) -> None:
-        self._learnt = -1
-        self._by_name: dict[str, float] = {}
-        self._by_key: dict[str, float] = {}
+        self._learnt = self._stages = -1
+        self._now: dict[str, dict[str, float]] = {"by_name": {}, "by_key": {}}
 
-    def news(self, poolings: Iterable[Pooling]) -> Body | None:
-        """What is new since this was last asked; None for nothing."""
+    def now(self, poolings: Iterable[Pooling]) -> dict[str, dict[str, float]]:
+        """The same object as before while nothing in it has changed."""
         costs = [pooling.driver.costs for pooling in poolings]
-        if (learnt := sum(one.learnt for one in costs)) == self._learnt:
-            return None
-        self._learnt = learnt
-        by_name, by_key = self._by_name, self._by_key
-        self._by_name, self._by_key = {}, {}
-        for one in costs:
-            names, keys = one.as_told()
-            self._by_name |= names
-            self._by_key |= keys
-        return {"by_name": _differing(by_name, self._by_name), "by_key": _differing(by_key, self._by_key)}
-
-    def all(self) -> Body:
-        return {"by_name": self._by_name, "by_key": self._by_key}
+        if (learnt := sum(one.learnt for one in costs)) != self._learnt:
+            stages = sum(one.learnt_stages for one in costs)
+            found = {"by_name": {}, "by_key": {} if stages != self._stages else self._now["by_key"]}
+            for one in costs:
+                found["by_name"] |= one.by_name()
+                if stages != self._stages:
+                    found["by_key"] |= one.by_key()
+            self._learnt, self._stages = learnt, stages
+            if any(_differing(self._now[kind], found[kind]) for kind in found):
+                self._now = found
+        return self._now
 
 
 def _differing(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in after.items() if before.get(name) != value}
+    return {name: value for name, value in after.items() if (old := before.get(name)) is None or abs(value - old) > _COST_STEP * old}
 
 
 def _change(before: View, after: View) -> Body:
     change: Body = {}
     for name, value in after.items():
         old = before[name]
+        if value is old or value == old:
+            continue
         if name == "idle":
-            if counts := {key: value.get(key, 0) for key in {*old, *value} if old.get(key, 0) != value.get(key, 0)}:
-                change["idle"] = counts
+            change["idle"] = {key: value.get(key, 0) for key in {*old, *value} if old.get(key, 0) != value.get(key, 0)}
         elif name == "stored":
-            if value is old:
-                continue
             if value - old:
                 change["stored"] = sorted(value - old)
             if old - value:
@@ -232,13 +259,39 @@ def _change(before: View, after: View) -> Body:
         elif name == "building":
             if value.keys() != old.keys():
                 change["building"] = value
-        elif value != old:
+        elif name == "costs":
+            change["costs"] = {kind: {key: cost for key, cost in value[kind].items() if old[kind].get(key) != cost} for kind in value}
+        else:
             change[name] = value
     return change
 
 
-def _told(view: View) -> Body:
-    return view | {"stored": sorted(view["stored"])}
+def _decides(before: View, after: View) -> bool:
+    """Whether a lease might go elsewhere for it: something is there that was not, or no more, or half or twice as much of it."""
+    if any(before[name] != after[name] for name in ("isolation", "stored", "cpus", "busy", "most_mib", "is_draining")):
+        return True
+    if before["building"].keys() != after["building"].keys() or bool(before["waiting"]) != bool(after["waiting"]):
+        return True
+    if abs(after["leased"] - before["leased"]) >= max(after["cpus"], before["leased"] / 4):
+        return True
+    if abs(after["starting"] - before["starting"]) >= max(2, after["most_starting"] / 2) or abs(after["filled"] - before["filled"]) >= 0.1:
+        return True
+    was, now = before["idle"], after["idle"]
+    if any(_is_other(was.get(key, 0), now.get(key, 0)) for key in {*was, *now}):
+        return True
+    return any(_is_other(before[name], after[name]) for name in ("most_starting", "free_sandboxes", "free_mib"))
+
+
+def _is_other(before: float | None, after: float | None) -> bool:
+    if before is None or after is None:
+        return before is not after
+    if before <= 0 or after <= 0:
+        return (before > 0) != (after > 0)
+    return not before / 2 < after < before * 2
+
+
+def _all_of(view: View) -> Body:
+    return view | {"stored": sorted(view["stored"]), "whole": True}
 
 
 def _busy() -> float:

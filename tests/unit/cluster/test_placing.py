@@ -233,3 +233,118 @@ async def test_a_cancelled_lease_leaves_nothing_claimed(tmp_path):
         assert set(fleet.placing.views._nodes["a"].claims) <= claims
         await box.release()
         await (await fleet.lease(wait_s=20.0)).release()
+
+
+# ---- leases that wait ----
+
+
+def waits(fleet):
+    return next((name for name, service in fleet.services.items() if service.engine.pooling.driver.state.waiting), None)
+
+
+def leases(fleet):
+    return sum(service.leases for service in fleet.services.values())
+
+
+@contextlib.asynccontextmanager
+async def one_waits(tmp_path, **bindings):
+    """Two full nodes: the one where a further lease waits, the other one, what they hold, and that lease."""
+    async with nodes(tmp_path, "ab", entries=1) as fleet:
+        held = {box.ledger.placed.node: box for box in [await fleet.lease(), await fleet.lease()]}
+        waiting = asyncio.ensure_future(fleet.lease(**bindings))
+        await until(lambda: waits(fleet))
+        where = waits(fleet)
+        await until(lambda: fleet.placing.views.view(where).waiting == 1 and fleet.placing._line._waiting)
+        yield fleet, where, "b" if where == "a" else "a", held, waiting
+        await asyncio.gather(*(box.release() for box in held.values()))
+
+
+async def test_a_lease_that_waits_moves_to_a_node_that_has_room_now(tmp_path):
+    async with one_waits(tmp_path, wait_s=20.0) as (fleet, where, other, held, waiting):
+        await held.pop(other).release()
+        box = await waiting
+
+        assert box.ledger.placed.node == other
+        assert box.ledger.placed.tried[-1] == (where, f"it had no room yet when {other} had")
+        await until(lambda: not waits(fleet))
+        assert leases(fleet) == 2
+        await box.release()
+
+
+async def test_a_lease_that_waits_and_is_refused_elsewhere_keeps_its_turn(tmp_path):
+    """What a view says may be outdated by the time it is asked there."""
+    async with one_waits(tmp_path, wait_s=20.0) as (fleet, where, other, held, waiting):
+        asked = []
+        fulfil = fleet.engines[other].fulfil
+
+        async def counted(request, **how):
+            try:
+                return await fulfil(request, **how)
+            except untax.LeaseRefused as exc:
+                asked.append(exc.reason)
+                raise
+
+        fleet.engines[other].fulfil = counted
+
+        def told_otherwise():
+            fleet.placing.views.told(other, {"free_sandboxes": 2})
+            fleet.placing._line.changed()
+            return asked
+
+        await until(told_otherwise)
+        fleet.placing.views.told(other, {"free_sandboxes": 0})
+        assert waits(fleet) == where and set(asked) == {"full"}
+        await held.pop(where).release()
+        box = await waiting
+
+        assert box.ledger.placed.node == where
+        await box.release()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_however_two_nodes_come_to_have_room_it_is_one_lease_in_the_end(tmp_path, first):
+    for turns in range(25):
+        place = tmp_path / str(turns)
+        place.mkdir()
+        async with one_waits(place, wait_s=20.0) as (fleet, where, other, held, waiting):
+            order = [held.pop(where), held.pop(other)]
+            release = asyncio.ensure_future(order[first].release())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await asyncio.gather(release, order[1 - first].release())
+            box = await waiting
+            assert (await box.run(["true"])).exit_code == 0
+            await until(lambda: not waits(fleet) and leases(fleet) == 1)
+            await box.release()
+            await until(lambda: not leases(fleet) and not any(engine._boxes for engine in fleet.engines.values()))
+            assert not fleet.placing._line._waiting
+
+
+async def test_a_waiting_lease_that_is_cancelled_while_it_moves_leaves_nothing(tmp_path):
+    for turns in range(0, 40, 2):
+        place = tmp_path / str(turns)
+        place.mkdir()
+        async with one_waits(place) as (fleet, _, other, held, waiting):
+            await held.pop(other).release()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await waiting).release()
+            await until(lambda: not waits(fleet) and leases(fleet) == 1)
+            assert not fleet.placing._line._waiting
+
+
+async def test_a_lease_whose_node_fails_while_it_waits_there_is_placed_anew(tmp_path):
+    async with one_waits(tmp_path, wait_s=20.0) as (fleet, where, other, held, waiting):
+        lost = held.pop(where)
+        (tmp_path / f"{where}.sock").unlink()
+        await fleet.services[where].aclose()
+        await until(lambda: waits(fleet) == other)  # in that one's line from now on
+        await held.pop(other).release()
+        box = await waiting
+
+        assert box.ledger.placed.node == other
+        assert where in dict(box.ledger.placed.tried)
+        await box.release()
+        await lost.release()

@@ -77,26 +77,76 @@ def test_many_who_ask_at_once_do_not_count_on_one_idle_sandbox(views):
     assert views.rank(SPEC)[0].choice.kind == "cold"
 
 
-def test_a_claim_lasts_until_a_view_must_have_it_in(views, clock):
-    views.told("a", told(idle={TOP: 2}))
-    views.claim(views.rank(SPEC)[0])
-    assert views.view("a").idle[TOP] == 1
-
-    clock.now_s += 0.001
-    views.told("a", {"busy": 0.5})  # was on its way already
-    assert views.view("a").idle[TOP] == 1
-    clock.now_s += 0.05
-    views.told("a", {"idle": {TOP: 1}})
-    assert views.view("a").idle[TOP] == 1
+def claimed(views, number):
+    claim = views.claim(views.rank(SPEC)[0], 1024)
+    claim.number = number
+    return claim
 
 
-def test_a_claim_that_no_view_ever_showed_is_forgotten(views, clock):
+def test_a_claim_lasts_until_a_view_has_its_request_in_however_late_that_view_is(views, clock):
+    """A node that is busy, or far, says for long what it was before it has seen the request."""
+    views.told("a", told(idle={TOP: 2}, asked=6))
+    claimed(views, 7)
+    assert views.view("a").idle[TOP] == 1
+
+    for _ in range(3):
+        clock.now_s += 10.0
+        views.told("a", {"busy": 0.5, "asked": 6})
+        assert views.view("a").idle[TOP] == 1
+    views.told("a", {"idle": {TOP: 1}, "asked": 7})
+    assert views.view("a").idle[TOP] == 1
+
+
+def test_a_view_that_has_a_request_in_settles_it_however_soon_it_comes(views):
+    """Also when nothing is left to see of it: a lease that began and ended between two views claims nothing afterwards."""
     views.told("a", told(idle={TOP: 1}))
-    views.claim(views.rank(SPEC)[0])
+    claimed(views, 7)
     assert views.rank(SPEC)[0].choice.kind == "cold"
 
-    clock.now_s += 2.0
+    views.told("a", {"asked": 7})
     assert views.rank(SPEC)[0].choice.kind == "exact"
+
+
+def test_of_several_requests_those_are_settled_that_the_view_has_in(views):
+    views.told("a", told(idle={TOP: 4}, free_sandboxes=4, free_mib=8192))
+    for number in (3, 5, 9):
+        claimed(views, number)
+    assert (views.view("a").idle[TOP], views.view("a").free_sandboxes, views.view("a").free_mib) == (1, 1, 8192 - 3 * 1024)
+
+    views.told("a", {"idle": {TOP: 2}, "leased": 2, "free_sandboxes": 2, "free_mib": 6144, "asked": 8})
+    assert (views.view("a").idle[TOP], views.view("a").free_sandboxes, views.view("a").free_mib) == (1, 1, 5120)
+
+
+def test_a_lease_that_ended_before_a_view_had_it_in_takes_no_room_but_has_used_what_was_idle(views):
+    views.told("a", told(idle={TOP: 2}, free_sandboxes=4, free_mib=8192, leased=1))
+    claim = claimed(views, 7)
+    assert (views.view("a").leased, views.view("a").free_sandboxes) == (2, 3)
+    views.came(claim)
+    views.ended(claim)
+
+    view = views.view("a")
+    assert (view.leased, view.free_sandboxes, view.free_mib, view.idle[TOP]) == (1, 4, 8192, 1)
+    views.told("a", {"asked": 7})
+    views.ended(claim)
+    assert (view.leased, view.idle[TOP]) == (1, 2)
+
+
+def test_a_request_that_is_not_sent_yet_is_in_no_view(views):
+    views.told("a", told(idle={TOP: 1}))
+    views.claim(views.rank(SPEC)[0])
+    views.told("a", {"asked": 1000})
+
+    assert views.rank(SPEC)[0].choice.kind == "cold"
+
+
+def test_a_node_that_began_anew_knows_of_no_earlier_requests_and_has_what_it_answered(views):
+    """Its numbers are those of a client that it never saw before."""
+    views.told("a", told(idle={TOP: 2}))
+    views.came(claimed(views, 7))
+    claimed(views, 8)
+    views.told("a", told(idle={TOP: 2}, asked=0))
+
+    assert views.view("a").idle[TOP] == 1
 
 
 def test_a_lease_that_came_to_nothing_claims_nothing(views):
@@ -116,6 +166,51 @@ def test_creations_that_were_asked_for_are_load_and_their_stages_are_being_built
     assert views.view(first.node).starting == 1
     assert TOP in views.view(first.node).building
     assert views.rank(SPEC)[0].node == first.node  # what is being built there is not built elsewhere too
+
+
+def test_what_was_found_ahead_of_a_lease_is_what_would_be_found_then(views, clock):
+    """And is forgotten with everything that is heard or done."""
+    for node in "ab":
+        views.told(node, told(idle={TOP: 2}))
+    views.foresee(SPEC)
+    best = views.foreseen(SPEC)
+    assert (best.node, best.why) == (views.rank(SPEC)[0].node, views.rank(SPEC)[0].why)
+    assert views.foreseen(untax.EnvSpec(setup=("pip install y",))) is None
+
+    claim = None
+
+    def claims():
+        nonlocal claim
+        claim = views.claim(views.rank(SPEC)[0])
+
+    for happens in (
+        lambda: views.told("b", {"idle": {TOP: 1}}),
+        lambda: views.linked("a", 0.5),
+        claims,
+        lambda: views.ended(claim),
+        lambda: views.failed(claim),
+        lambda: views.lost("a", "no answer"),
+        lambda: views.drained("b"),
+        lambda: views.joined("c", isolation="namespace"),
+        lambda: views.left("c"),
+        lambda: views.learnt(SPEC, "a", stages_of(SPEC, Identity("other"))),
+    ):
+        views.foresee(SPEC)
+        happens()
+        assert views.foreseen(SPEC) is None
+        for node in "ab":
+            views.told(node, told(idle={TOP: 2}, is_draining=False))
+    views.foresee(SPEC)
+    clock.now_s += 60.0
+    assert views.foreseen(SPEC) is None
+
+
+def test_nothing_is_found_ahead_while_a_node_is_left_alone_for_a_while(views):
+    views.told("a", told(idle={TOP: 2}))
+    views.failed(views.claim(views.rank(SPEC)[0]), LeaseRefused("full", "no room"))
+    views.foresee(SPEC)
+
+    assert views.foreseen(SPEC) is None
 
 
 def test_a_node_that_refused_is_left_alone_ever_longer_until_it_serves(views, clock):

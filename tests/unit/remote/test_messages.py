@@ -41,6 +41,42 @@ def test_values_arrive_as_what_they_are():
     assert there_and_back(body, 1) == (body, 1)
 
 
+def test_values_that_come_again_are_made_once_of_the_same_bytes():
+    spec, same = EnvSpec(image="dir:/again", env={"A": "1"}), EnvSpec(image="dir:/again", env={"A": "1"})
+    stage = Stage("image", "key-again", {"kind": "x"}, None, True)
+
+    first, second = there_and_back({"spec": spec, "stages": (stage, stage)})[0], there_and_back({"spec": same, "stages": (stage,)})[0]
+
+    assert first["spec"] == spec and first["spec"] is second["spec"]
+    assert first["stages"][0] is first["stages"][1] is second["stages"][0] and first["stages"][0] == stage
+    assert there_and_back({"spec": EnvSpec(image="dir:/again", env={"A": "2"})})[0]["spec"].env == {"A": "2"}
+
+
+@pytest.mark.parametrize("odd", ["$HOME", "$value", '"$type', "$"])
+def test_names_and_texts_that_look_like_marks_arrive_as_they_are(odd):
+    body = {
+        "text": odd,
+        "names": {odd: 1, "other": (odd,)},
+        "spec": EnvSpec(env={"A": odd}, image=odd),
+        "image": ImageConfig(labels={odd: odd}),
+        "stage": Stage("image", odd, {odd: odd}, None, True),
+        "bytes": b"$",
+    }
+    assert there_and_back(body)[0] == body
+
+
+def test_what_others_send_does_not_pile_up(monkeypatch):
+    monkeypatch.setattr(messages, "_values", {})
+    monkeypatch.setattr(messages, "_texts", {})
+    for number in range(messages._AGAIN_KEPT + 10):
+        there_and_back({"spec": EnvSpec(image=f"dir:/{number}")})
+    large = EnvSpec(env={"A": "x" * messages._AGAIN_MAX})
+
+    assert there_and_back({"spec": large})[0] == {"spec": large}
+    assert len(messages._values) <= messages._AGAIN_KEPT and len(messages._texts) <= messages._AGAIN_KEPT
+    assert max(map(len, messages._values)) <= messages._AGAIN_MAX
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text() | st.binary(max_size=50),
     lambda inner: st.lists(inner, max_size=4).map(tuple) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
@@ -74,6 +110,14 @@ def packed(text, attached=(), descriptors=0):
         packed("[]"),
         packed('{"a": {"$bytes": 0}}'),
         packed('{"a": {"$bytes": true}}', [b"x"]),
+        packed('{"a": {"$value": 0}}'),
+        packed('{"a": {"$value": 0}}', [b"x"]),
+        packed('{"a": {"$value": 0}}', [b"{}"]),
+        packed('{"a": {"$value": 0}}', [b"\xff"]),
+        packed('{"a": {"$value": 0}}', [b"[" * 100_000]),
+        packed('{"a": {"$value": 0}}', [b'{"$value": 0}']),
+        packed('{"a": {"$value": 0}}', [b'{"$type": "Limits"}']),
+        packed('{"a": {"$value": 0}}', [b'{"$type": "EnvSpec", "image": ""}']),
         packed('{"a": {"$type": "Popen", "args": "x"}}'),
         packed('{"a": {"$type": "EnvSpec", "no_such_field": 1}}'),
         packed('{"a": {"$type": "EnvSpec", "image": ""}}'),

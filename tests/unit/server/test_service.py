@@ -13,6 +13,7 @@ import untax
 from untax.pool.options import PoolOptions
 from untax.remote import connection as client
 from untax.remote.messages import PROTOCOL, Framer, decode, encode
+from untax.server import operations
 from untax.server import service as module
 from untax.server.service import Service
 from untax.server.unix import UnixListener
@@ -140,6 +141,49 @@ async def test_x23_a_lease_ends_by_its_time_with_a_typed_error(fake, tmp_path):
         assert not fake.live
         assert service.leases == 0
     assert box.ledger.verdict == "infra"
+
+
+@pytest.mark.parametrize(("asleep_s", "said", "heard"), [(0.0, ["knock", "lease"], ["op", "ok"]), (1e9, ["lease"], ["ok"])])
+async def test_who_said_nothing_for_a_while_is_woken_ahead_of_a_lease_and_wakes_its_client(
+    fake, tmp_path, monkeypatch, asleep_s, said, heard
+):
+    asked, answered = [], []
+    received = module.Session.message_received
+
+    def seen(session, body, fd):
+        asked.append(body["op"])
+        received(session, body, fd)
+
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        monkeypatch.setattr(client, "_ASLEEP_S", asleep_s)  # no time at all, or more than there was
+        monkeypatch.setattr(module.Session, "message_received", seen)
+        connection = engine._connection
+        hear = connection.message_received
+        connection.message_received = lambda body, fd: (answered.extend(set(body) - {"id"}), hear(body, fd))
+        box = await engine.acquire()
+        assert (asked, answered) == (said, heard)
+        await box.release()
+
+
+async def test_the_ledger_is_whole_from_the_first_look_in_whatever_thread_that_is(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        box = await engine.acquire()
+        assert box._opened is None, "nobody has waited for it"
+        assert box.id == "fake-0"
+        ledgers = await asyncio.gather(*(asyncio.to_thread(lambda: box.ledger) for _ in range(4)))
+        assert {id(one) for one in (*ledgers, box.ledger)} == {id(box.ledger)}
+        assert box.ledger.sandboxes == ["fake-0"] and box.ledger.hit.kind == "cold"
+        await box.run(["true"])
+        await box.release()
+        assert box.ledger.metrics()["unattributed_s"] <= max(0.01 * box.ledger.total_s, 50e-6)
+
+
+async def test_a_lease_whose_account_cannot_be_read_is_not_to_be_trusted(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(operations, "packed", lambda _: b"no account")
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine, engine.lease() as box:
+        assert (await box.run(["true"])).exit_code == 0
+        assert box.ledger.verdict == "infra" and "ProtocolError" in box.ledger.reason
+        assert box.id == "fake-0"
 
 
 # ---- cancellation ----
@@ -284,7 +328,7 @@ async def test_an_owner_that_does_not_come_back_loses_its_leases(fake, tmp_path,
             await box.run(["true"])
         assert box.ledger.verdict == "infra"
         await until(lambda: service.ledgers)
-        theirs = json.loads(service.ledgers[0][1])
+        theirs = json.loads(service.ledgers[0].text)
         assert theirs["verdict"] == "infra"
         assert "gone" in theirs["reasons"][0]
         await engine.aclose()
@@ -487,7 +531,7 @@ async def test_a_sandbox_that_dies_is_lost_on_both_sides(fake, tmp_path):
         await until(lambda: not fake.live)
         assert service.leases == 1  # until it is given up
     assert box.ledger.verdict == "infra"
-    assert json.loads(service.ledgers[-1][1])["verdict"] == "infra"
+    assert json.loads(service.ledgers[-1].text)["verdict"] == "infra"
 
 
 async def test_a_failed_reset_loses_the_box(fake, tmp_path):
@@ -498,7 +542,7 @@ async def test_a_failed_reset_loses_the_box(fake, tmp_path):
         with pytest.raises(untax.SandboxLost, match="its reset failed"):
             await box.run(["true"])
         del fake.failures["open_channel"]
-    assert json.loads(service.ledgers[-1][1])["verdict"] == box.ledger.verdict == "infra"
+    assert json.loads(service.ledgers[-1].text)["verdict"] == box.ledger.verdict == "infra"
     assert not fake.live
 
 

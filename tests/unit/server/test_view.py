@@ -13,6 +13,7 @@ import untax.leases
 from untax.cluster.view import Views
 from untax.pool.options import PoolOptions
 from untax.server import view as module
+from untax.server.owners import Owner
 
 
 def pooled(tmp_path, **options):
@@ -127,11 +128,109 @@ async def test_who_reads_too_slowly_is_told_all_of_it_once_it_has_caught_up(tmp_
     async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
         monkeypatch.setattr(module, "_UNSENT_MAX", -1)
         await engine.warm(n=2)
-        await until(lambda: service.views._behind)
+        await until(lambda: any(told.view is None for told in service.views._watchers.values()))
         monkeypatch.undo()
         await engine.warm(n=3)
         await until(lambda: list(view.idle.values()) == [3])
         assert sum(bool(part.get("whole")) for part in parts) == 2
+
+
+async def test_a_view_says_up_to_which_request_for_a_lease_it_has_them_in(tmp_path):
+    async with pooled(tmp_path, entries=1) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
+        request = untax.leases.checked(engine.offer, None, untax.leases.Bindings())
+        numbers = []
+        first = await engine.fulfil(request, on_sent=numbers.append)
+        await until(lambda: parts[-1].get("asked") == numbers[0])
+        assert view.leased == 1
+        waiting = asyncio.ensure_future(engine.fulfil(request, on_sent=numbers.append))  # has no answer, and is in it all the same
+        await until(lambda: parts[-1].get("asked") == numbers[-1] != numbers[0])
+        assert view.waiting == 1 and numbers[1] > numbers[0]
+        await first.release()
+        await (await waiting).release()
+        await until(lambda: view.leased == 0)
+        assert {part["asked"] for part in parts if "asked" in part} == {0, *numbers}  # told when it differs, and only then
+
+
+SAID = {
+    "isolation": "namespace",
+    "idle": {"k": 4},
+    "stored": frozenset({"k"}),
+    "building": {},
+    "starting": 0,
+    "most_starting": 4,
+    "waiting": 0,
+    "leased": 4,
+    "cpus": 4,
+    "busy": 0.0,
+    "filled": 0.5,
+    "free_sandboxes": 12,
+    "free_mib": 8192.0,
+    "most_mib": None,
+    "is_draining": False,
+    "costs": {"by_name": {}, "by_key": {}},
+}
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"idle": {}},
+        {"idle": {"k": 2}},
+        {"idle": {"k": 8}},
+        {"idle": {"k": 4, "other": 1}},
+        {"stored": frozenset()},
+        {"building": {"other": 0.1}},
+        {"starting": 2},
+        {"waiting": 1},
+        {"leased": 8},
+        {"busy": 0.2},
+        {"free_sandboxes": 0},
+        {"free_mib": 4000.0},
+        {"is_draining": True},
+    ],
+)
+def test_what_may_decide_where_a_lease_goes_is_told_at_once(differs):
+    assert module._decides(SAID, SAID | differs)
+    assert module._decides(SAID | differs, SAID)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [{}, {"idle": {"k": 3}}, {"leased": 5}, {"starting": 1}, {"free_sandboxes": 11}, {"free_mib": 7168.0}, {"filled": 0.52}, {"most_starting": 5}],
+)  # fmt: skip
+def test_what_decides_nothing_may_be_told_later(differs):
+    assert not module._decides(SAID, SAID | differs)
+
+
+async def test_who_does_not_lease_here_hears_of_everything_in_the_end(tmp_path):
+    """However often what it was not told at once is gone again by the time it would be."""
+    async with (
+        serving(tmp_path) as service,
+        untax.connect(service.url) as leasing,
+        untax.connect(service.url) as other,
+        watching(leasing) as (_, mine),
+        watching(other) as (told, theirs),
+    ):
+        await leasing.warm(n=8)
+        await until(lambda: sum(theirs.idle.values()) == 8)
+        for _ in range(30):
+            async with leasing.lease():
+                pass
+        async with leasing.lease():
+            await until(lambda: theirs.leased == mine.leased == 1)
+        await until(lambda: theirs.leased == mine.leased == 0 and theirs.idle == mine.idle)
+        assert not any(part.get("asked") for part in told)
+
+
+def test_a_request_counts_once_a_pool_knows_of_it_and_of_all_before_it():
+    owner = Owner("somebody")
+    first, second = owner.leasing(3), owner.leasing(5)
+    assert owner.asked == 2
+    second()
+    assert owner.asked == 2
+    first()
+    first()
+    assert owner.asked == 5
 
 
 # ---- refusals ----

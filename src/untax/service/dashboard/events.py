@@ -116,7 +116,7 @@ def _ended(hosting: Hosting, tenant: Tenant, seen: int) -> tuple[list[dict[str, 
     """The ledgers that are new since `seen` of them."""
     total = hosting.owners.ledgers_total
     new = min(total - seen, len(hosting.owners.ledgers))
-    found = [json.loads(text) for whose, text in list(hosting.owners.ledgers)[-new:] if whose == tenant.name] if new else []
+    found = [json.loads(one.text) for one in list(hosting.owners.ledgers)[-new:] if one.tenant == tenant.name] if new else []
     return [_rollout(one) for one in found], total
 
 
