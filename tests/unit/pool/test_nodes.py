@@ -467,10 +467,13 @@ def test_the_first_few_of_many_are_those_of_the_whole_ranking(data, most):
 # ---- leases that wait ----
 
 
-def waits(views, node="full", waited_s=0.0):
-    """Where to; None to stay."""
+OWN = tuple(replace(stage, is_portable=False) for stage in DEPS_A)
+
+
+def waits(views, node="full", waited_s=0.0, wanted=OWN):
+    """Where to; None to stay. Of stages that do not travel, unless others are wanted."""
     waiting = next(one for one in views if one.node == node)
-    return next((one.node for one in rank(DEPS_A, views) if one.node != node and is_better(one, waiting, waited_s)), None)
+    return next((one.node for one in rank(wanted, views) if one.node != node and is_better(one, waiting, waited_s)), None)
 
 
 def full(node="full", **more):
@@ -499,6 +502,14 @@ def test_a_lease_does_not_leave_its_line_for_a_long_build_unless_it_has_waited_a
     assert waits(views, waited_s=0.1) is None
     assert waits(views, waited_s=5.9) is None
     assert waits(views, waited_s=6.2) == "builds"
+
+
+def test_a_lease_leaves_its_line_for_what_comes_from_where_it_waits():
+    """The full node has no room for it, and gives its layers all the same."""
+    views = [full(), view("fetches", stored=DEPS_A[:3], costs=travelled(deps=0.05))]
+
+    assert waits(views, waited_s=0.2) is None
+    assert waits(views, waited_s=0.2, wanted=DEPS_A) == "fetches"
 
 
 def test_a_lease_leaves_a_long_line_sooner_than_a_short_one():
