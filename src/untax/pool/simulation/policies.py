@@ -29,16 +29,17 @@ _RANKED = 16  # nodes, up to which they are ranked as in a real fleet: about 10 
 class Reach(Costs):
     """What putting a stage in place costs a node that lacks it: to fetch it, where another has it."""
 
-    def __init__(self, learnt: Costs, copies: Mapping[str, int]) -> None:
-        self.learnt = learnt
+    def __init__(self, measured: Costs, copies: Mapping[str, int]) -> None:
+        super().__init__()
+        self.measured = measured
         self._copies = copies
 
     def of(self, operation: Operation) -> float:
-        return self.learnt.of(operation)
+        return self.measured.of(operation)
 
     def of_stage(self, stage: Stage) -> float:
         is_coming = stage.is_portable and self._copies.get(stage.key, 0) > 0
-        return self.learnt.of_fetch(stage) if is_coming else self.learnt.of_stage(stage)
+        return self.measured.of_fetch(stage) if is_coming else self.measured.of_stage(stage)
 
 
 class Policy(Protocol):
@@ -150,8 +151,8 @@ class OneNode(Fleet):
         return self._here
 
 
-class NodeFirst(ABC):
-    """A node is picked without looking at how warm it is; then the quickest way there is taken."""
+class EachNode:
+    """What is known of each node, by itself."""
 
     def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
         self._costs = costs
@@ -159,15 +160,6 @@ class NodeFirst(ABC):
         self._open = Bag(range(nodes))
         self._fleets = [OneNode(node_name(number)) for number in range(nodes)]
         self._machines = [fleet.node(node_name(number)) for number, fleet in enumerate(self._fleets)]
-
-    @abstractmethod
-    def pick(self, wanted: Sequence[Stage]) -> int:
-        """One of the nodes that have room; there is one."""
-
-    def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:  # noqa: ARG002
-        if not self._open:
-            return None
-        return placement.choose(wanted, self._fleets[self.pick(wanted)], self._costs)
 
     def park(self, entry: str, node: int, key: str) -> None:
         self._fleets[node].park(entry, self._machines[node].name, key)
@@ -190,24 +182,34 @@ class NodeFirst(ABC):
     def works(self, node: int, load: float) -> None:
         self._machines[node].load = load
 
-    def begins(self, node: int, stages: Iterable[Stage], now_s: float) -> None:  # noqa: B027
+    def begins(self, node: int, stages: Iterable[Stage], now_s: float) -> None:
         pass
 
-    def leased(self, node: int, count: int, filled: float) -> None:  # noqa: B027
+    def leased(self, node: int, count: int, filled: float) -> None:
         pass
 
 
-class RankedNodes(NodeFirst):
+class NodeFirst(EachNode, ABC):
+    """A node is picked without looking at how warm it is; then the quickest way there is taken."""
+
+    @abstractmethod
+    def pick(self, wanted: Sequence[Stage]) -> int:
+        """One of the nodes that have room; there is one."""
+
+    def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:  # noqa: ARG002
+        if not self._open:
+            return None
+        return placement.choose(wanted, self._fleets[self.pick(wanted)], self._costs)
+
+
+class RankedNodes(EachNode):
     """As a client of a fleet of few nodes places, with views that are never outdated."""
 
     def __init__(self, nodes: int, costs: Reach, draws: random.Random) -> None:
         super().__init__(nodes, costs, draws)
-        self._views = [real.NodeView(node_name(number), costs=costs.learnt, most_starting=_SHARES) for number in range(nodes)]
+        self._views = [real.NodeView(node_name(number), costs=costs.measured, most_starting=_SHARES) for number in range(nodes)]
         self._numbers = {view.node: number for number, view in enumerate(self._views)}
         self._key_of: dict[str, str] = {}
-
-    def pick(self, wanted: Sequence[Stage]) -> int:
-        raise NotImplementedError  # it is no node first
 
     def choose(self, wanted: Sequence[Stage], now_s: float) -> Choice | None:
         if not self._open:
