@@ -23,7 +23,7 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
     "lease.asked": (operations.Operations, "op_lease", False),
     "lease.bound": (tenancy.Tenancy, "take_over", True),
     "lease.handed": (operations, "hand_over", True),
-    "lease.answered": (answers.Answer, "_tell", True),
+    "lease.answered": (answers.Answer, "_say", True),
     "reset.asked": (tenancy.Tenancy, "_replace", False),
     "reset.replaced": (tenancy.Tenancy, "_replace", True),
     "snapshot.frozen": (tenancy.Tenancy, "_freeze", True),

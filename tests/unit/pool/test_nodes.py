@@ -477,7 +477,7 @@ def waits(views, node="full", waited_s=0.0, wanted=OWN):
 
 
 def full(node="full", **more):
-    return view(node, stored=DEPS_A, free_sandboxes=-1, **{"waiting": 1, "leased": 4, **more})
+    return view(node, free_sandboxes=-1, **{"stored": DEPS_A, "waiting": 1, "leased": 4, **more})
 
 
 def test_a_lease_that_waits_goes_where_there_is_room_now():
@@ -497,7 +497,7 @@ def test_a_lease_whose_turn_has_come_stays():
 
 
 def test_a_lease_does_not_leave_its_line_for_a_long_build_unless_it_has_waited_as_long():
-    views = [full(), view("builds", stored=DEPS_A[:3], costs=measured(deps=3.0))]
+    views = [full(stored=()), view("builds", stored=DEPS_A[:3], costs=measured(deps=3.0))]
 
     assert waits(views, waited_s=0.1) is None
     assert waits(views, waited_s=5.9) is None
@@ -514,7 +514,7 @@ def test_a_lease_leaves_its_line_for_what_comes_from_where_it_waits():
 
 def test_a_lease_leaves_a_long_line_sooner_than_a_short_one():
     def at(waiting):
-        return waits([full(waiting=waiting, leased=10), view("builds", stored=DEPS_A[:3], costs=measured(deps=1.0))])
+        return waits([full(stored=(), waiting=waiting, leased=10), view("builds", stored=DEPS_A[:3], costs=measured(deps=1.0))])
 
     assert at(1) is None
     assert at(20) == "builds"
