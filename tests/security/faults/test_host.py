@@ -14,7 +14,7 @@ from tests.enginehost import Refused, engine_host
 
 
 def doctor(prefix: list[str], tmp_path: Path) -> dict:
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).resolve().parents[3]
     env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "UNTAX_STATE_DIR": str(tmp_path / "state"), "HOME": str(tmp_path)}
     done = subprocess.run(
         [*prefix, sys.executable, "-m", "untax.cli", "doctor", "--json"], capture_output=True, text=True, env=env, timeout=60
