@@ -22,6 +22,8 @@ from untax.server.sole import only_server
 # In a process of its own that is nobody's child: Ray kills the children of its workers. Signals of a terminal or of a manager are not for it.
 # The pipe is its input, put aside at once: what runs in the background has none, and Debian's shell knows no descriptor of two digits.
 _WAIT = 'exec 3<&0; (trap "" HUP INT TERM; cd /; read -r word <&3 || exec "$0" "$@" 3<&-) >/dev/null 2>&1 &'
+# What was killed with the agent may still be ending, and its groups cannot be removed before that; nothing tells when.
+_AGAIN_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
 class Reaper:
@@ -56,8 +58,12 @@ async def swept(substrate: str, state_dir: Path, place: Path) -> None:
         return
     with contextlib.suppress(UntaxError), only_server(str(state_dir), substrate):
         shutil.rmtree(place, ignore_errors=True)
-        async with Engine(substrate, state_dir=state_dir):
-            pass
+        for again_s in _AGAIN_S:
+            async with Engine(substrate, state_dir=state_dir):
+                pass
+            if not any((state_dir / substrate).glob("*engine-*")):
+                break
+            await asyncio.sleep(again_s)
 
 
 if __name__ == "__main__":
