@@ -1,5 +1,6 @@
 """What the host sees of sandboxes: processes, their namespaces, memory. Only below a process that the test itself started."""
 
+import asyncio
 import contextlib
 import os
 import select
@@ -7,6 +8,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 SPARES = 2  # that the launcher of a living engine may keep for the next sandbox (native/spare.c), under names that a sandbox made of one goes on with
 
@@ -136,6 +140,15 @@ def eventually(condition: Callable[[], bool], within_s: float, step_s: float = 0
             return False
         time.sleep(step_s)
     return True
+
+
+async def until(what: Callable[[], T], within_s: float = 60.0) -> T:
+    """The same beside other work, for what other processes bring about: what it gave, once that is something."""
+    end = time.monotonic() + within_s
+    while not (found := what()):
+        assert time.monotonic() < end, "it did not come to be"
+        await asyncio.sleep(0.02)
+    return found
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 
 import pytest
 from tests import raycluster
+from tests.hostview import until
 
 import untax
 
@@ -16,8 +16,6 @@ if reason := raycluster.unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
 from untax.cluster import actors
-
-PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
@@ -31,15 +29,6 @@ def redis(port, directory):
             yield f"127.0.0.1:{port}"
         finally:
             process.kill()
-
-
-async def until(what):
-    """Other processes have no event for us."""
-    end = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.05)
-    return found
 
 
 def agents(fleet):

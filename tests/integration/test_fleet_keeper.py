@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests import raycluster
+from tests.hostview import until
 from tests.serving import script
 
 import untax
@@ -24,15 +25,6 @@ PATIENCE_S = 30.0
 @pytest.fixture(scope="module")
 def cluster(ray_nodes):
     return ray_nodes
-
-
-async def until(what):
-    """Other processes have no event for us."""
-    end = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.02)
-    return found
 
 
 def agents(cluster):

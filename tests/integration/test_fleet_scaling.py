@@ -1,11 +1,11 @@
 """A fleet that grows when leases wait and shrinks when nobody needs its nodes, with Ray's own autoscaler."""
 
 import asyncio
-import time
 
 import pytest
 from tests import raycluster
 from tests.autoscaled import AutoscaledCluster
+from tests.hostview import until
 
 import untax
 from untax.pool.options import PoolOptions
@@ -14,15 +14,6 @@ if reason := raycluster.unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
 PATIENCE_S = 60.0
-
-
-async def until(what):
-    """Other processes have no event for us."""
-    end = time.monotonic() + PATIENCE_S
-    while not (found := what()):
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.05)
-    return found
 
 
 def alive():

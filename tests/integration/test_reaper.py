@@ -1,18 +1,15 @@
 """What a killed agent left is removed by a process that outlives it, and by nobody where there is nothing to remove or somebody else is at it."""
 
-import asyncio
 import os
-import time
 from pathlib import Path
 
 import pytest
+from tests.hostview import until
 from tests.serving import script
 
 from untax import substrates
 from untax.cluster.reaper import swept
 from untax.server.sole import only_server
-
-PATIENCE_S = 30.0
 
 AGENT = """
 import asyncio, os, sys, untax
@@ -63,14 +60,6 @@ def left(state, pid):
     for base, names, _ in os.walk("/sys/fs/cgroup"):
         found += [f"{base}/{name}" for name in names if f"engine-{pid}-" in name]
     return found
-
-
-async def until(what):
-    """Other processes have no event for us."""
-    end = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < end, "it did not come to be"
-        await asyncio.sleep(0.02)
 
 
 async def test_nothing_stays_of_an_agent_that_was_killed(state, tmp_path):

@@ -164,7 +164,7 @@ def start_keeper(plan: Plan, ray_address: str, *, is_lasting: bool) -> tuple[Any
         )
     )
     try:
-        return made.remote(plan, Trust.new(plan.name), ray_address, is_lasting=is_lasting), True
+        return made.remote(plan, Trust.new(plan.name), ray_address), True
     except ValueError:
         found = find_keeper(plan.name)  # somebody was faster
         if found is None:

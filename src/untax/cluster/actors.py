@@ -47,16 +47,14 @@ _RESTS = "it rests: nobody needed it; it is woken when leases wait"
 class Keeper:
     """Made with everything that it needs to begin anew elsewhere, should its own node die."""
 
-    def __init__(self, plan: Plan, trust: Trust, ray_address: str, *, is_lasting: bool) -> None:
+    def __init__(self, plan: Plan, trust: Trust, ray_address: str) -> None:
         self._plan = plan
         self._trust = trust
         self._instance = instance_of(trust.authority.certificate)
         self._ray_address = ray_address
-        self._is_lasting = is_lasting
         self._nodes: dict[str, Node] = {}
         self._version = 0
         self._changed = asyncio.Event()
-        self._is_ending = False
         self._first = asyncio.Event()
         self._drains: set[str] | None = None
         """Ids of nodes that were drained, by whoever kept the fleet before this as well; None until that is known."""
@@ -116,7 +114,6 @@ class Keeper:
 
     async def down(self) -> None:
         """End every agent, and what they hold. The keeper itself is its caller's to kill."""
-        self._is_ending = True
         for task in (*self._chores, self._settling):
             if task is not None:
                 task.cancel()

@@ -47,7 +47,7 @@ async def until(condition):
 
 
 def keeper(ray, trust=TRUST):
-    return ray.make(Keeper, Plan(NAME), trust, "head:1", is_lasting=True, name=keeper_name(NAME))
+    return ray.make(Keeper, Plan(NAME), trust, "head:1", name=keeper_name(NAME))
 
 
 async def ticket_of(keeper):
@@ -342,7 +342,7 @@ def soon(monkeypatch):
 
 
 def scaled(ray, **given):
-    return ray.make(Keeper, Plan(NAME, scaling=Scaling(**given)), TRUST, "head:1", is_lasting=True, name=keeper_name(NAME))
+    return ray.make(Keeper, Plan(NAME, scaling=Scaling(**given)), TRUST, "head:1", name=keeper_name(NAME))
 
 
 def say(ray, node_id, **view):
