@@ -28,6 +28,7 @@
 #define P_GET_RSEQ 0x420f
 #define P_GET_DISPATCH 0x4211  // Linux 6.4
 #define P_SYSGOOD 1
+#define P_EXITKILL 0x100000
 #define P_EVENT_STOP 128
 
 #define AT_SYSCALL_STOP (SIGTRAP | 0x80)
@@ -305,7 +306,9 @@ static int borrow(struct held *h, int proc) {
         errno = EOPNOTSUPP;
         return -1;
     }
-    if (ask(h, P_GETSIGMASK, sizeof h->mask, (uintptr_t)&h->mask) || set_mask(h, ~0ull)) return -1;
+    if (ask(h, P_GETSIGMASK, sizeof h->mask, (uintptr_t)&h->mask)) return -1;
+    // Let go by our death it would run on with our call's registers: a sleep would seem to be over, and its program end well.
+    if (ask(h, PTRACE_SETOPTIONS, 0, P_SYSGOOD | P_EXITKILL) || set_mask(h, ~0ull)) return -1;
     h->borrowed = true;
     if (find_restart(h)) return -1;
     if (!h->restarts && find_code(h, proc)) return -1;

@@ -1,7 +1,8 @@
 // Holding the threads of a sandbox by ptrace, and having one of them change its working directory without its ever knowing.
 //
 // A held thread stands where it was interrupted. A system call it was in goes on afterwards as after a stop and continue, with what was left
-// of its time; signals that came meanwhile are delivered then, and end it with EINTR where they should.
+// of its time; signals that came meanwhile are delivered then, and end it with EINTR where they should. When its tracer dies, one that was only held
+// goes on; one whose registers were borrowed is killed, because nobody can give them back.
 #ifndef UNTAX_INJECT_H
 #define UNTAX_INJECT_H
 

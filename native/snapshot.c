@@ -12,6 +12,7 @@
 
 #include "disk.h"
 #include "io.h"
+#include "kernel.h"
 #include "launcher.h"
 #include "maker.h"
 #include "next.h"
@@ -295,11 +296,18 @@ bool launcher_defer(uint32_t handle, const uint8_t *packet, size_t size) {
     return true;
 }
 
+// The sandbox's first process goes before its child, with whom the kernel kills those whom it made to act: nobody is told of that as of a command's own end.
+static void give_up(const struct pending *p) {
+    struct box *b = p->answered ? NULL : launcher_find(p->handle);
+    if (b) k_pidfd_send_signal(b->pidfd, SIGKILL);
+    kill(p->pid, SIGKILL);
+}
+
 bool launcher_snapshotting(void) {
     for (size_t i = 0; used && i < SNAPSHOTS_MAX; i++) {
         struct pending *p = &pending[i];
         if (p->pid && p->is_over) reap(p);
-        else if (p->pid && p->until_ns && io_now_ns() > p->until_ns) kill(p->pid, SIGKILL);
+        else if (p->pid && p->until_ns && io_now_ns() > p->until_ns) give_up(p);
     }
     for (struct deferred **at = &deferred; *at;) {
         struct deferred *d = *at;
@@ -319,5 +327,5 @@ bool launcher_snapshotting(void) {
 
 void launcher_abandon(uint32_t handle) {
     struct pending *p = find(handle);
-    if (p) kill(p->pid, SIGKILL);
+    if (p) give_up(p);
 }

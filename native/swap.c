@@ -41,6 +41,8 @@ static void say(enum swap_said said, const char *step, int error, uint64_t still
 }
 
 _Noreturn static void end(enum swap_said said, const char *step, int error) {
+    // With our end the kernel kills whom we made to act. Who would tell of that as of a command's own end goes first.
+    if (said == SWAP_SPOILED) k_pidfd_send_signal(box->pidfd, SIGKILL);
     say(said, step, error, 0);
     _exit(0);
 }

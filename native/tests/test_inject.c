@@ -302,6 +302,30 @@ static void try_dispatching(void) {
     CHECK(waitpid(pid, &status, 0) == pid && WIFEXITED(status) && !WEXITSTATUS(status));
 }
 
+// A tracer that is killed: whom it only held goes on, whom it had made to act is killed and does not take our call's end for its own.
+static void try_death(bool acts) {
+    memset(shared, 0, 16 * sizeof *shared);
+    pid_t pid = fork();
+    if (!pid) {
+        alarm(20);
+        prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY);
+        _exit(sleeps());
+    }
+    while (!atomic_load(&shared[0])) doze(1);
+    doze(HELD_MS);
+    pid_t tracer = fork();
+    if (!tracer) {
+        struct held h;
+        inject_deadline(io_now_ns() + 2000 * MS);
+        if (inject_hold(&h, pid, pid) || inject_wait(&h) || (acts && inject_chdir(&h, proc, "/"))) _exit(1);
+        raise(SIGKILL);
+    }
+    int status = -1;
+    CHECK(waitpid(tracer, &status, 0) == tracer && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    CHECK(waitpid(pid, &status, 0) == pid);
+    CHECK(acts ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL : WIFEXITED(status) && !WEXITSTATUS(status));
+}
+
 int main(void) {
     if (!mkdtemp(place)) return 1;
     proc = open("/proc", O_PATH | O_DIRECTORY);
@@ -325,6 +349,8 @@ int main(void) {
     };
     for (size_t i = 0; i < sizeof trials / sizeof *trials; i++) try(&trials[i]);
     try_dispatching();
+    try_death(false);
+    try_death(true);
     rmdir(place);
     return check_report();
 }

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from tests import failpoints, hostview, leftovers, wallclock
+from tests.security.faults.ground import is_traced, launcher_of, strace
 from tests.serving import ended, environment, script, serving, started
 
 import untax
@@ -115,6 +117,34 @@ async def test_c1_a_killed_server_takes_its_sandboxes_along_and_its_clients_are_
         finally:
             await ended(second)
     await ended(first)
+    assert not await clean(baseline, state, pid)
+
+
+async def test_c1_a_server_killed_in_the_middle_of_a_snapshot_ends_no_command_with_a_result(tmp_path, baseline):
+    """The child that takes the snapshot has the command's process act for it, and is ended with the rest: that process must not go on from there,
+    with the end of a call that it never made. The launcher is slow to end the sandbox, so that there is time to tell."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    state = tmp_path / "state"
+    served = await started(tmp_path / "s.sock", state)
+    pid = served.process.pid
+    async with untax.connect(served.url) as engine:
+        box = await engine.acquire()
+        running = asyncio.ensure_future(box.run(["sleep", "600"]))
+        launcher = launcher_of(pid)
+        [sleeper] = await hostview.until(lambda: [one for one in hostview.below(launcher) if one.comm == "sleep"])
+        # The second time that it puts something into that process is after the first call was made there. It stops then.
+        async with strace(launcher, "inject=process_vm_writev:signal=STOP:when=2", "inject=pidfd_send_signal:delay_enter=1s"):
+            taking = asyncio.ensure_future(box.snapshot())
+            await hostview.until(lambda: is_traced(sleeper.pid))
+            await asyncio.sleep(0.5)
+            assert not taking.done(), "it is held up there"
+            await served.kill()
+            with pytest.raises(untax.SandboxLost):
+                await asyncio.wait_for(running, 30)
+            with contextlib.suppress(untax.UntaxError):
+                await asyncio.wait_for(taking, 30)
+    await ended(served)
     assert not await clean(baseline, state, pid)
 
 

@@ -73,7 +73,7 @@ async def agent_of(box) -> int:
 
 
 @contextlib.asynccontextmanager
-async def strace(pid: int, expression: str):
+async def strace(pid: int, *expressions: str):
     """Tamper with calls of a process, of its maker and of all they make from now on; gives a list that afterwards holds what was tampered with."""
     struck: list[str] = []
     traced = [pid, *(p.pid for p in hostview.below(pid) if p.ppid == pid and p.comm == "cell-maker")]
@@ -84,13 +84,12 @@ async def strace(pid: int, expression: str):
             "-qq",
             "-o",
             log.name,
-            "-e",
-            expression,
+            *(f"-e{each}" for each in expressions),
             *(f"--attach={each}" for each in traced),
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            await asyncio.to_thread(hostview.eventually, lambda: _is_traced(pid) or tracer.returncode is not None, 5)
+            await asyncio.to_thread(hostview.eventually, lambda: is_traced(pid) or tracer.returncode is not None, 5)
             # One that makes things ahead of need may be struck as soon as it is traced, and its tracer ends with it.
             if tracer.returncode is not None and not hostview.wait_gone(pid, 0):
                 pytest.skip(f"strace: {(await tracer.stderr.read()).decode()[-200:]}")
@@ -105,10 +104,10 @@ async def strace(pid: int, expression: str):
                 await tracer.wait()
             tracer._transport.close()
             text = Path(log.name).read_text(errors="replace")
-            struck += [line for line in text.splitlines() if "INJECTED" in line or "killed by SIGKILL" in line]
+            struck += [line for line in text.splitlines() if any(word in line for word in ("INJECTED", "DELAYED", "killed by SIGKILL"))]
 
 
-def _is_traced(pid: int) -> bool:
+def is_traced(pid: int) -> bool:
     try:
         return "TracerPid:\t0" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:

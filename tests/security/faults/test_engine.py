@@ -69,30 +69,40 @@ async def test_x2_a_launcher_that_dies_just_after_a_clone_leaves_no_request_wait
     """Its child, held up in its first call, has the launcher's end of the socket open: no end of file tells of the death."""
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
+    for _ in range(5):
+        if await _died_just_after_a_clone(state):
+            break
+    else:
+        pytest.fail("what was made ahead of need was held up each time, in the place of the second")
+
+
+async def _died_just_after_a_clone(state: Path) -> bool:
+    """False when it was another's child that was held up."""
     async with engine_host(state) as host:
         await host.lease("first")
         pid, launcher = host.pid, launcher_of(host.pid)
         made = {p.pid for p in hostview.below(launcher)}
         async with strace(launcher, "inject=prctl:delay_enter=8s:when=1"):
             second = asyncio.create_task(host.lease("second", {"workdir": "/elsewhere"}))  # over which nothing was made ahead
-            held = await asyncio.to_thread(hostview.eventually, lambda: bool({p.pid for p in hostview.below(launcher)} - made), 5)
+            is_born = await asyncio.to_thread(hostview.eventually, lambda: bool({p.pid for p in hostview.below(launcher)} - made), 5)
             os.kill(launcher, signal.SIGSTOP)
             third = asyncio.create_task(host.lease("third"))
-            await host.call("ping")  # the engine has asked for the third by now
+            await host.call("ping")  # the engine has asked for the third by now, and has told of the second if that is there
+            is_held = is_born and not second.done()
             os.kill(launcher, signal.SIGKILL)
             began = time.monotonic()
-            with pytest.raises(Refused) as caught:
-                await asyncio.wait_for(third, 12)
+            [late] = await asyncio.gather(asyncio.wait_for(third, 12), return_exceptions=True)
             took = time.monotonic() - began
             [outcome] = await asyncio.gather(asyncio.wait_for(second, 30), return_exceptions=True)
         host.kill()
         await host.process.wait()
-    assert held
-    assert caught.value.kind == "BackendError", caught.value
-    assert took < 10  # the creation before it is held up for eight seconds, and until then might have served it
-    assert isinstance(outcome, Refused) and set(outcome.families) & INFRASTRUCTURE, outcome
-    assert await works(state)
+    if is_held:
+        assert isinstance(late, Refused) and late.kind == "BackendError", late
+        assert took < 10  # the creation before it is held up for eight seconds, and until then might have served it
+        assert isinstance(outcome, Refused) and set(outcome.families) & INFRASTRUCTURE, outcome
+        assert await works(state)
     assert not await wait_clean(state, pid, 10)
+    return is_held
 
 
 async def kill_launcher_at(where: str, state: Path, op: str) -> None:
