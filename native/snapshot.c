@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -303,11 +304,14 @@ static void give_up(const struct pending *p) {
     kill(p->pid, SIGKILL);
 }
 
+// It may have been us who stood still; what it says is read in the next round.
+static bool has_spoken(const struct pending *p) { return poll(&(struct pollfd){.fd = p->sock, .events = POLLIN}, 1, 0) > 0; }
+
 bool launcher_snapshotting(void) {
     for (size_t i = 0; used && i < SNAPSHOTS_MAX; i++) {
         struct pending *p = &pending[i];
         if (p->pid && p->is_over) reap(p);
-        else if (p->pid && p->until_ns && io_now_ns() > p->until_ns) give_up(p);
+        else if (p->pid && p->until_ns && io_now_ns() > p->until_ns && !has_spoken(p)) give_up(p);
     }
     for (struct deferred **at = &deferred; *at;) {
         struct deferred *d = *at;

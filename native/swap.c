@@ -120,17 +120,19 @@ static void fresh_close(struct fresh *f) {
 static int receive_mounts(struct fresh *f, const char **step) {
     static struct swap_note no;
     *step = "mounts";
+    uint64_t until_ns = io_now_ns() + MOUNTS_PATIENCE_MS * 1000000ull;
     while (f->count < 1 + box->layout.place_count) {
         int fds[FDS_MAX];
         size_t more = 0;
         struct pollfd p = {.fd = launcher, .events = POLLIN};
-        int ready = poll(&p, 1, MOUNTS_PATIENCE_MS);
+        uint64_t now_ns = io_now_ns();
+        int ready = poll(&p, 1, now_ns < until_ns ? (int)((until_ns - now_ns) / 1000000u) + 1 : 0);
         if (ready < 0 && errno == EINTR) continue;
         if (!ready) errno = ETIMEDOUT;
         if (ready <= 0) return -1;
         ssize_t n = io_recv_fds(launcher, &no, sizeof no, fds, &more);
         if (n < 0 && errno == EMFILE) return -1;
-        if (n <= 0) _exit(1);  // the launcher is gone
+        if (n <= 0) end(SWAP_SPOILED, "launcher", EPIPE);  // it is gone, and will not end the sandbox
         for (size_t i = 0; i < more; i++)
             if (f->count < 1 + VIEWS_MAX) f->mounts[f->count++] = fds[i];
         if (n == (ssize_t)sizeof no) {

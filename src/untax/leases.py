@@ -94,14 +94,15 @@ def usual_isolation(offer: Offer) -> str:
 
 
 @functools.cache
-def _plain_spec(isolation: str) -> EnvSpec:
+def plain_spec(isolation: str) -> EnvSpec:
+    """What is leased where no spec is given."""
     return EnvSpec(isolation=isolation)
 
 
 def checked(substrate: Offer, spec: EnvSpec | None, late: Bindings) -> Request:
     """Everything that can be checked is, before anything is made."""
     if spec is None:
-        spec = _plain_spec(usual_isolation(substrate))
+        spec = plain_spec(usual_isolation(substrate))
     elif not isinstance(spec, EnvSpec):
         raise UsageError(f"spec must be an untax.EnvSpec, not {type(spec).__name__}")
     if not is_as_strong(substrate.isolation, as_required=spec.isolation):

@@ -128,23 +128,29 @@ async def test_c1_a_server_killed_in_the_middle_of_a_snapshot_ends_no_command_wi
     state = tmp_path / "state"
     served = await started(tmp_path / "s.sock", state)
     pid = served.process.pid
-    async with untax.connect(served.url) as engine:
-        box = await engine.acquire()
-        running = asyncio.ensure_future(box.run(["sleep", "600"]))
-        launcher = launcher_of(pid)
-        [sleeper] = await hostview.until(lambda: [one for one in hostview.below(launcher) if one.comm == "sleep"])
-        # The second time that it puts something into that process is after the first call was made there. It stops then.
-        async with strace(launcher, "inject=process_vm_writev:signal=STOP:when=2", "inject=pidfd_send_signal:delay_enter=1s"):
-            taking = asyncio.ensure_future(box.snapshot())
-            await hostview.until(lambda: is_traced(sleeper.pid))
-            await asyncio.sleep(0.5)
-            assert not taking.done(), "it is held up there"
-            await served.kill()
-            with pytest.raises(untax.SandboxLost):
-                await asyncio.wait_for(running, 30)
-            with contextlib.suppress(untax.UntaxError):
-                await asyncio.wait_for(taking, 30)
-    await ended(served)
+    try:
+        async with untax.connect(served.url) as engine:
+            box = await engine.acquire()
+            try:
+                await box.snapshot()
+            except untax.SubstrateUnavailable as exc:
+                pytest.skip(str(exc))
+            running = asyncio.ensure_future(box.run(["sleep", "600"]))
+            launcher = launcher_of(pid)
+            [sleeper] = await hostview.until(lambda: [one for one in hostview.below(launcher) if one.comm == "sleep"])
+            # The second time that it puts something into that process is after the first call was made there. It stops then.
+            async with strace(launcher, "inject=process_vm_writev:signal=STOP:when=2", "inject=pidfd_send_signal:delay_enter=1s"):
+                taking = asyncio.ensure_future(box.snapshot())
+                await hostview.until(lambda: is_traced(sleeper.pid))
+                await asyncio.sleep(0.5)
+                assert not taking.done(), "it is held up there"
+                await served.kill()
+                with pytest.raises(untax.SandboxLost):
+                    await asyncio.wait_for(running, 30)
+                with contextlib.suppress(untax.UntaxError):
+                    await asyncio.wait_for(taking, 30)
+    finally:
+        await ended(served)
     assert not await clean(baseline, state, pid)
 
 

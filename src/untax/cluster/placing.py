@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from untax.cluster.view import Views
+from untax.cluster.view import Claim, Views
 from untax.cluster.waiting import Line
 from untax.core.errors import (
     BackendError,
@@ -44,6 +44,7 @@ log = logging.getLogger("untax.fleet")
 _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, before one of them is waited for
 _LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slower is placed without
 _LEAST_WAIT_S = 0.001
+_QUIET_S = 0.005  # without a word from any node or a lease: then the next one's node is found ahead, which takes nothing from anybody
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
 _ELSEWHERE = (
     BackendError,
@@ -79,6 +80,8 @@ class Placing:
         self._nodes: dict[str, _Followed] = {}
         self._asked = 0  # leases that are being asked for now
         self._last: EnvSpec | None = None  # that was asked for
+        self._stirred_s = 0.0  # when something was told or given back
+        self._foreseeing: asyncio.TimerHandle | None = None
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
         self._line = Line(self.ranked, self._room, self._is_better)
 
@@ -105,6 +108,8 @@ class Placing:
         return self._nodes[node].engine
 
     async def aclose(self) -> None:
+        if self._foreseeing is not None:
+            self._foreseeing.cancel()
         tasks = [*(one.watching for one in self._nodes.values()), *(task for task, _ in self._learning.values())]
         for node in list(self._nodes):
             self.leave(node)
@@ -123,8 +128,7 @@ class Placing:
             delay_s = _FIRST_RETRY_S
             self.views.told(node, part)
             self._line.changed()
-            if not self._asked and self._last is not None:
-                self.views.foresee(self._last)  # groups of rollouts have one spec
+            self._stirred()
 
         while True:
             try:
@@ -136,6 +140,24 @@ class Placing:
                     return  # closed, or not one for us
             await asyncio.sleep(delay_s)  # nothing tells when somebody begins to listen there
             delay_s = min(2 * delay_s, _LAST_RETRY_S)
+
+    # ---- the next lease ----
+
+    def _stirred(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._stirred_s = loop.time()
+        if self._foreseeing is None and self._last is not None:
+            self._foreseeing = loop.call_later(_QUIET_S, self._foresee)
+
+    def _foresee(self) -> None:
+        """Where the next lease goes, once it is quiet: groups of rollouts have one spec."""
+        self._foreseeing = None
+        loop = asyncio.get_running_loop()
+        left_s = self._stirred_s + _QUIET_S - loop.time()
+        if left_s > 0:
+            self._foreseeing = loop.call_later(left_s, self._foresee)
+        elif not self._asked and self._last is not None:
+            self.views.foresee(self._last)
 
     # ---- leases ----
 
@@ -226,10 +248,14 @@ class Placing:
         finally:
             self._asked -= 1
         self.views.came(claim)
-        box.on_given_back = functools.partial(self.views.ended, claim)
+        box.on_given_back = functools.partial(self._given_back, claim)
         box.note(lambda ledger: setattr(ledger, "placed", Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))))
         asyncio.get_running_loop().call_soon(self._learn_of, request.spec, ranked.node, box)  # nobody waits for that
         return box
+
+    def _given_back(self, claim: Claim) -> None:
+        self.views.ended(claim)
+        self._stirred()
 
     def _learn_of(self, spec: EnvSpec, node: str, box: RemoteBox) -> None:
         """Which stages it really needed there."""

@@ -102,6 +102,32 @@ class Holds:
         hold.count += 1
 
 
+class Pin:
+    """Layers that stay where they are until `close`, or until this process is no more."""
+
+    def __init__(self, let_go: Callable[[str], None]) -> None:
+        self._let_go = let_go
+        self._ids: list[str] = []
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self._ids)
+
+    def close(self) -> None:
+        """Safe to call twice, and from any thread."""
+        while self._ids:
+            self._let_go(self._ids.pop())
+
+    def _add(self, layer_id: str) -> None:
+        self._ids.append(layer_id)
+
+    def __enter__(self) -> Pin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 class _Hold:
     def __init__(self) -> None:
         self.fds: list[int] = []

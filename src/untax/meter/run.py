@@ -71,7 +71,7 @@ class Bench:
         self._tell = tell
         self._sites: dict[tuple[str, Warmth], Site] = {}
         self._works: dict[Case, Work] = {}
-        self._slots_done = 0
+        self._slots_done = self._slots_had = 0  # by this part, and by those before it
         self._ration = Ration(plan.budget_s or float("inf"))
         self._counts: dict[Case, int] = {}
         self._begin_ns = now_ns()
@@ -216,6 +216,7 @@ class Bench:
         """One slot of a case and its records, unless the file has them already."""
         if self._has(number, case):
             self._counts[case] = self._counts.get(case, 0) + (case.concurrency if number >= 0 else 0)
+            self._slots_had += 1
             return
         self._journal.check_room()
         site, work = self._sites[case.substrate, case.warmth], self._works[case]
@@ -228,7 +229,7 @@ class Bench:
         self._keep(number, case, slot, work, started_at)
         self._ration.note(case, (now_ns() - begin_ns) / 1e9)
         self._slots_done += 1
-        self._tell(self._slots_done, self._slots_total(cases), self._left_s(cases), str(case))
+        self._tell(self._slots_had + self._slots_done, self._slots_total(cases), self._left_s(cases), str(case))
         if (reason := await site.gone_reason()) is not None:
             self._lose(case.substrate, reason)
 
@@ -348,7 +349,7 @@ class Bench:
         return (now_ns() - self._begin_ns) / 1e9
 
     def _slots_total(self, cases: list[Case]) -> int:
-        return max(self._slots_done, sum(self._plan.slots(case) + self._plan.warmup for case in self._live(cases)))
+        return max(self._slots_had + self._slots_done, sum(self._plan.slots(case) + self._plan.warmup for case in self._live(cases)))
 
     def _left_s(self, cases: list[Case]) -> float | None:
         """From what slots have cost so far; None while some case has not been tried."""

@@ -20,7 +20,7 @@ from untax.core.root import Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits
 from untax.core.stage import Stage
-from untax.leases import Bindings, Offer, Request, checked
+from untax.leases import Bindings, Offer, Request, checked, plain_spec
 from untax.leasing import Leasing
 from untax.pool.status import PoolStatus
 from untax.remote.address import is_web, socket_path, web_address
@@ -57,7 +57,7 @@ class RemoteSubstrate:
     usual: str
 
     def default_spec(self) -> EnvSpec:
-        return EnvSpec(isolation=self.usual)
+        return plain_spec(self.usual)
 
 
 class RemoteEngine(Leasing):

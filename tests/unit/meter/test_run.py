@@ -171,7 +171,10 @@ async def test_in_parts_it_is_the_same_run_with_the_host_of_each_part(tmp_path):
     a_plan = plan(trials=2, warmup=0, works=(("W", 0), ("W", 4)), seed=11)
     whole = Bench(tmp_path / "whole", {"fake": FakeSubstrate()}, a_plan)
     await whole.run()
-    parted = Bench(tmp_path / "parted", {"fake": FakeSubstrate()}, a_plan, part_s=0.0)
+    told = []
+    parted = Bench(
+        tmp_path / "parted", {"fake": FakeSubstrate()}, a_plan, part_s=0.0, tell=lambda done, total, *_: told.append((done, total))
+    )
     await parted.run()
     while not parted.records(End):
         before = len(parted.records(Trial))
@@ -181,6 +184,7 @@ async def test_in_parts_it_is_the_same_run_with_the_host_of_each_part(tmp_path):
     assert [(t.case, t.trial) for t in parted.records(Trial)] == [(t.case, t.trial) for t in whole.records(Trial)]
     assert len(parted.records(Resume)) >= len(parted.records(Trial)) - 1
     assert all(one.host["cores"] for one in parted.records(Resume))
+    assert told == [(done, 4) for done in (1, 2, 3, 4)], "what earlier parts did is counted"
 
 
 async def test_a_trial_that_is_cut_off_gives_its_sandbox_back(tmp_path):

@@ -189,7 +189,7 @@ SAID = {
         {"is_draining": True},
     ],
 )
-def test_what_may_decide_where_a_lease_goes_is_told_at_once(differs):
+def test_what_may_decide_where_a_lease_goes_is_told_sooner(differs):
     assert module._decides(SAID, SAID | differs)
     assert module._decides(SAID | differs, SAID)
 
