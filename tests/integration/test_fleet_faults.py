@@ -81,9 +81,13 @@ async def leases_of(fleet):
 # ---- nodes ----
 
 
-async def test_a_node_that_joins_gets_an_agent_and_one_that_is_killed_loses_its_leases_and_no_more(fleet, cluster):
+async def test_a_node_that_joins_gets_its_share_and_one_that_is_killed_loses_its_leases_and_no_more(fleet, cluster):
+    await fleet.warm(None, 4)
     joined = await asyncio.to_thread(cluster.add)
     await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
+    [label] = [node.label for node in fleet._nodes.values() if node.member.node_id == joined]
+    await until(lambda: sum(fleet._placing.views.view(label).idle.values()))
+    await fleet.warm(None, 0)
     kept = await box_on(fleet, next(node_id for node_id in cluster.ids() if node_id != joined))
     box, idle = await box_on(fleet, joined), await box_on(fleet, joined)
     running = asyncio.ensure_future(box.run(["sleep", "100"]))

@@ -40,7 +40,7 @@ async def settled(engine, spec=None, n=1):
     await engine.warm(spec, n)
 
 
-async def test_what_a_pool_is_filled_with_is_not_taken_from_what_is_kept_for_those_who_wait(layered, image):
+async def test_what_a_pool_is_filled_with_is_not_taken_from_what_is_kept_for_those_who_wait(layered, image, tmp_path):
     class Provident(LayeredFake):
         unawaited = 0
 
@@ -49,7 +49,7 @@ async def test_what_a_pool_is_filled_with_is_not_taken_from_what_is_kept_for_tho
             return await self.create_on(spec, root, cache=cache)
 
     spec, fake = untax.EnvSpec(image=image, isolation="none"), Provident(layered.directory)
-    async with untax.Engine(fake) as engine:
+    async with untax.Engine(fake, state_dir=tmp_path / "state") as engine:
         async with engine.lease(spec):
             assert (len(fake.sandboxes), fake.unawaited) == (1, 0)
         await engine.warm(spec, 1)

@@ -20,6 +20,7 @@ from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
 from untax.cluster.scaling import Resources, Scaling
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
+from untax.cluster.warming import Warming
 from untax.core.errors import (
     BackendError,
     PoolClosed,
@@ -101,6 +102,7 @@ class Fleet(Leasing):
         self._roll = Roll(0, (), ())
         self._following: asyncio.Task[None] | None = None
         self._placing = Placing()
+        self._warming = Warming(self._usable)
         self._meeting = asyncio.Lock()
         self._down: Callable[[str], PoolClosed] | None = None
         """What its callers are told, once nobody keeps it any more."""
@@ -228,6 +230,7 @@ class Fleet(Leasing):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
+        await self._warming.aclose()
         await self._placing.aclose()
         await asyncio.gather(*(node.aclose() for node in (*self._nodes.values(), *self._left)), return_exceptions=True)
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
@@ -289,6 +292,7 @@ class Fleet(Leasing):
                     log.error("%s", exc)
                 except Exception:  # it is told of the next change all the same
                     log.exception("the nodes of the fleet %s could not be met", self.name)
+                self._warming.changed()
         finally:
             if telling is not None:
                 telling.cancel()
@@ -441,7 +445,7 @@ class Fleet(Leasing):
         raise terms.nobody(self.name, self._roll.refusals)
 
     async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
-        """As `untax.Engine.warm`: that many in all, spread evenly over the nodes; those of a snapshot on the node that has it."""
+        """As `untax.Engine.warm`: that many in all, spread evenly over the nodes, also those that join later; those of a snapshot on the node that has it."""
         fleet = await self._ready()
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise UsageError(f"n must be a whole number, not {n!r}")
@@ -451,11 +455,9 @@ class Fleet(Leasing):
             await fleet._holding(request.snapshot).warm(request.snapshot, n, limits=limits)
             return
         spec = checked(self.offer, spec, Bindings(limits=limits)).spec
-        nodes = fleet._usable()
-        if not nodes:
+        if not fleet._usable():
             raise terms.nobody(self.name, self._roll.refusals)
-        shares = [n // len(nodes) + (index < n % len(nodes)) for index in range(len(nodes))]
-        await asyncio.gather(*(node.warm(spec, share) for node, share in zip(nodes, shares, strict=True)))
+        await fleet._warming.warm(spec, n)
 
     async def pools(self) -> PoolStatus:
         """All nodes' pools together."""

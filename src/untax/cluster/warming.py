@@ -1,0 +1,78 @@
+"""What a client wants kept ready in all of its fleet: spread evenly over the nodes, and anew when one comes or goes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from untax.core.errors import UntaxError
+from untax.core.spec import EnvSpec
+
+log = logging.getLogger("untax.fleet")
+
+
+class Node(Protocol):
+    label: str
+
+    async def warm(self, spec: EnvSpec, n: int) -> None: ...
+
+
+class Warming:
+    """`usable` gives the nodes that take leases now. Belongs to one event loop."""
+
+    def __init__(self, usable: Callable[[], Sequence[Node]]) -> None:
+        self._usable = usable
+        self._wanted: dict[EnvSpec, int] = {}
+        self._over: frozenset[int] = frozenset()  # the nodes that it was spread over last
+        self._spreading: set[asyncio.Task[None]] = set()
+
+    async def warm(self, spec: EnvSpec, n: int) -> None:
+        """That many in all, from now on. Raises what a node raised; what was wanted before holds then."""
+        nodes = self._usable()
+        await asyncio.gather(*(node.warm(spec, share) for node, share in _shares(nodes, n)))
+        if n:
+            self._wanted[spec] = n
+        else:
+            self._wanted.pop(spec, None)
+        self._over = _identities(nodes)
+        self.changed()  # somebody may have come meanwhile
+
+    def changed(self) -> None:
+        """Nodes may have come or gone."""
+        nodes = self._usable()
+        now = _identities(nodes)
+        if not self._wanted or not nodes or now == self._over:
+            return
+        self._over = now
+        for task in self._spreading:
+            task.cancel()  # it was over other nodes
+        for spec, n in self._wanted.items():
+            task = asyncio.get_running_loop().create_task(self._spread(spec, n, nodes))
+            self._spreading.add(task)
+            task.add_done_callback(self._spreading.discard)
+
+    async def aclose(self) -> None:
+        tasks = list(self._spreading)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _spread(self, spec: EnvSpec, n: int, nodes: Sequence[Node]) -> None:
+        async def on(node: Node, share: int) -> None:
+            try:
+                await node.warm(spec, share)
+            except UntaxError as exc:  # nobody asked for it just now, and a lease that fails is told why
+                log.warning("node %s keeps none of %s ready: %s", node.label, spec.image, exc)
+
+        await asyncio.gather(*(on(node, share) for node, share in _shares(nodes, n)))
+
+
+def _shares(nodes: Sequence[Node], n: int) -> list[tuple[Node, int]]:
+    return [(node, n // len(nodes) + (index < n % len(nodes))) for index, node in enumerate(nodes)]
+
+
+def _identities(nodes: Sequence[Node]) -> frozenset[int]:
+    return frozenset(map(id, nodes))
