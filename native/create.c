@@ -170,7 +170,6 @@ static bool find_slot(struct slot *slot, const char **step) {
 void launcher_create(uint32_t seq, struct rd *r) {
     struct order o = {.disk = 0};
     struct span name = rd_name(r);
-    bool is_awaited = rd_u8(r);
     char id[ID_MAX] = "";
     const char *step = "request";
     if (!launcher_valid_id(name) || !order_parse(&o, r)) {
@@ -180,9 +179,8 @@ void launcher_create(uint32_t seq, struct rd *r) {
     }
     memcpy(id, name.at, name.size);
     autoclose int channel = -1;
-    bool may_be_spare = !o.in_memory && !o.layout.cache;  // neither can be had ahead of need
-    // Whoever fills a pool makes something ahead of need already; to make that of something made ahead of it takes a tenth more.
-    struct box *b = may_be_spare && is_awaited ? spares_take(&o, id, &channel) : NULL;
+    bool may_wait = !o.in_memory && !o.layout.cache;  // neither can be had ahead of need
+    struct box *b = may_wait ? spares_take(&o, id, &channel) : NULL;
     struct furniture f = FURNITURE_NONE;
     if (!b && find_slot(&f.slot, &step)) b = launcher_build(id, id, &o, &f, &channel, &step);
     if (b) {

@@ -1,7 +1,7 @@
 // Requests come as packets of a sequenced socket and carry a number; the answer carries it back. Packet fields are those of
 // wire.h. Requests: u32 seq, u8 op, then
 //   CONFIG   bytes run, bytes dir, bytes image, bytes layers, u32 first_range, u32 ranges, u8 is_ahead
-//   CREATE   bytes id, u8 is_awaited, a layout (layout.h), u8 upper (0 disk, 1 tmpfs), u64 memory, u32 pids, u32 cpu_permille, u64 disk, u64 tmp, u64 shm,
+//   CREATE   bytes id, a layout (layout.h), u8 upper (0 disk, 1 tmpfs), u64 memory, u32 pids, u32 cpu_permille, u64 disk, u64 tmp, u64 shm,
 //            bytes workdir
 //   DESTROY  u32 handle       answered when everything is gone
 //   ENTER    u32 handle, bytes user, bytes name  what the agent shall know it by; empty: the default

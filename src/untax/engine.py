@@ -38,7 +38,6 @@ from untax.core.substrate import (
     Importing,
     IncumbentMaking,
     Layered,
-    Provident,
     Sandbox,
     Service,
     Substrate,
@@ -116,7 +115,6 @@ class Engine(Leasing):
         self.substrate = substrate
         # Asked once: whether a protocol is fulfilled is found out by trying each of its properties.
         self.layered: Layered | None = substrate if isinstance(substrate, Layered) else None
-        self._provident = substrate if isinstance(substrate, Provident) else None
         self.importing: Importing | None = substrate if isinstance(substrate, Importing) else None
         super().__init__(clock)
         self._strict = limits == "strict"
@@ -323,9 +321,9 @@ class Engine(Leasing):
         """The ids of sandboxes that could not be proven gone; each is tried again until it is, and never leased."""
         return self.quarantine.ids
 
-    async def create(self, spec: EnvSpec, ground: Ground | None = None, cache: Path | None = None, *, is_awaited: bool = True) -> Sandbox:
+    async def create(self, spec: EnvSpec, ground: Ground | None = None, cache: Path | None = None) -> Sandbox:
         """A sandbox, or nothing: cancelled in between, what comes of it is destroyed. `ground` is held for it until it is gone."""
-        return await self._whole(self._creating(spec, ground, cache, is_awaited=is_awaited), ground)
+        return await self._whole(self._creating(spec, ground, cache), ground)
 
     async def create_incumbent(self, spec: EnvSpec, ground: Ground | None = None) -> Bare:
         """As `create`, the way those do it who hold no channel."""
@@ -347,11 +345,9 @@ class Engine(Leasing):
                 raise
             raise BackendError("", f"{self.substrate.name}: create failed: {type(exc).__name__}: {exc}") from exc
 
-    def _creating(self, spec: EnvSpec, ground: Ground | None, cache: Path | None, *, is_awaited: bool) -> Coroutine[Any, Any, Sandbox]:
+    def _creating(self, spec: EnvSpec, ground: Ground | None, cache: Path | None) -> Coroutine[Any, Any, Sandbox]:
         if ground is None:
             return self.substrate.create(spec)
-        if self._provident is not None and not is_awaited:
-            return self._provident.create_unawaited(spec, ground.hold().root, cache=cache)
         substrate = self.layered or self.importing
         assert substrate is not None
         return substrate.create_on(spec, ground.hold().root, cache=cache)

@@ -257,10 +257,7 @@ class Pooling:
         if built:
             spans.append(("setup", *watch.part()))
         try:
-            # While others are idle nobody waits for this one.
-            is_awaited = order.ticket is not None or not self.driver.state.idle_at(order.stages[-1].key)
-            wanted = request.neutral() if inside else request
-            standby = await raise_up(engine, wanted, ground, watch, network=network, is_awaited=is_awaited)
+            standby = await raise_up(engine, request.neutral() if inside else request, ground, watch, network=network)
         except CreateError:
             engine.warehouse.forget(request)  # perhaps what was at hand is there no more: it is looked for again
             self.forget(request.spec)

@@ -316,16 +316,15 @@ async def raise_up(
     watch: Stopwatch,
     *,
     network: Network | None = None,
-    is_awaited: bool = True,
     seen: Callable[[Standby], None] | None = None,
 ) -> Standby:
     """A sandbox over `ground`, configured for the request. Without `seen`, what it took is given back when it fails; otherwise `seen` is
     called as soon as there is a sandbox and again when there is a channel, raises when it is not wanted any more, and frees it.
-    `network` is the policy of the leases that it is for, where the request has none yet. `is_awaited`: by somebody who asked for it.
+    `network` is the policy of the leases that it is for, where the request has none yet.
     """
     spec = request.spec
     bound = engine.warehouse.bound(spec, ground.root.config) if ground is not None else spec
-    sandbox = await engine.create(bound, ground, request.cache, is_awaited=is_awaited)
+    sandbox = await engine.create(bound, ground, request.cache)
     standby = Standby(engine, sandbox, ground, bound)
     try:
         if seen is not None:

@@ -40,30 +40,6 @@ async def settled(engine, spec=None, n=1):
     await engine.warm(spec, n)
 
 
-async def test_what_a_pool_is_filled_with_is_not_taken_from_what_is_kept_for_those_who_wait(layered, image, tmp_path):
-    class Provident(LayeredFake):
-        unawaited = 0
-
-        async def create_unawaited(self, spec, root, *, cache=None):
-            self.unawaited += 1
-            return await self.create_on(spec, root, cache=cache)
-
-    spec, fake = untax.EnvSpec(image=image, isolation="none"), Provident(layered.directory)
-    async with untax.Engine(fake, state_dir=tmp_path / "state") as engine:
-        async with engine.lease(spec):
-            assert (len(fake.sandboxes), fake.unawaited) == (1, 0)
-        await engine.warm(spec, 1)
-        async with engine.lease(spec):
-            pass
-        await settled(engine, spec, 1)
-        assert fake.unawaited == 0, "none was idle, and whoever came would have waited for it"
-        await engine.warm(spec, 3)
-        before, made = fake.unawaited, len(fake.sandboxes)
-        async with engine.lease(spec):
-            await settled(engine, spec, 3)
-        assert (fake.unawaited - before, len(fake.sandboxes) - made) == (1, 1)
-
-
 async def test_a_warm_lease_creates_nothing_and_says_so(fake):
     async with untax.Engine(fake) as engine:
         await engine.warm(n=2)

@@ -202,14 +202,6 @@ class Layered(Protocol):
         """As `create`, over `root` whatever `spec.image` says. `cache` is a directory that is seen, writable, at /var/cache/untax."""
 
 
-@runtime_checkable
-class Provident(Protocol):
-    """A layered substrate that makes some sandboxes ahead of need by itself, for whoever waits for one."""
-
-    async def create_unawaited(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> LayeredSandbox:
-        """As `create_on`, for a pool: nobody waits for it, and what was made ahead stays for who does."""
-
-
 class Export(Protocol):
     """Writes a chain to a file, or to whoever reads a pipe, as an image with a name and labels. Blocking: call it in a thread."""
 

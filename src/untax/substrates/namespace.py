@@ -185,12 +185,6 @@ class NamespaceSubstrate:
         return await self.create_on(spec, Root((directory,)))
 
     async def create_on(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> NamespaceSandbox:
-        return await self._create(spec, root, cache, is_awaited=True)
-
-    async def create_unawaited(self, spec: EnvSpec, root: Root, *, cache: Path | None = None) -> NamespaceSandbox:
-        return await self._create(spec, root, cache, is_awaited=False)
-
-    async def _create(self, spec: EnvSpec, root: Root, cache: Path | None, *, is_awaited: bool) -> NamespaceSandbox:
         launcher = self._launcher
         if launcher is None:
             raise BackendError("", "the namespace substrate is not started, or closed")
@@ -200,7 +194,6 @@ class NamespaceSubstrate:
         fields = b"".join(
             (
                 pack(sandbox_id),
-                bytes([is_awaited]),
                 pack_all(root.layers[::-1]),
                 pack_all([part for view in root.views for part in (view.source, view.at)]),
                 pack(str(cache) if cache else ""),
