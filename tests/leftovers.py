@@ -166,3 +166,8 @@ def _entries(state_dir: Path | None) -> list[str]:
     for where, directories, files in os.walk(state_dir):
         found += [os.path.relpath(os.path.join(where, name), state_dir) for name in directories + files]
     return found
+
+
+def named(directory: Path, *prefixes: str) -> list[str]:
+    """What lies below it under such a name. What goes meanwhile is gone."""
+    return [os.path.join(place, name) for place, dirs, files in os.walk(directory) for name in (*dirs, *files) if name.startswith(prefixes)]

@@ -77,7 +77,7 @@ async def clean(before: leftovers.Snapshot, state: Path, pid: int) -> dict[str, 
     def left() -> dict[str, list[str]]:
         now = watch.take()
         found = now.more_than(leftovers.Snapshot(processes=before.processes, namespaces=now.namespaces, descriptors=now.descriptors))
-        sandboxes = [str(path) for path in state.rglob("*") if path.name.startswith("sbx-")]
+        sandboxes = leftovers.named(state, "sbx-")
         return found | ({"entries": sandboxes} if sandboxes else {})
 
     await asyncio.to_thread(hostview.eventually, lambda: not left(), 10, 0.1)

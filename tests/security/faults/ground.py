@@ -27,7 +27,7 @@ def traces_of(state: Path, engine_pid: int, beside: int | None = None) -> dict[s
     others = {p.pid for root in running for p in hostview.below(root)}
     now = leftovers.Watch(marks=(str(state), f"-{engine_pid}-"), spares=0, ignore_processes=lambda p: p.pid in others).take()
     found = now.more_than(leftovers.Snapshot(processes=frozenset(before), namespaces=now.namespaces, descriptors=now.descriptors))
-    sandboxes = [str(p) for p in state.rglob("*") if p.name.startswith(("sbx-", "spare-"))] if state.exists() else []
+    sandboxes = leftovers.named(state, "sbx-", "spare-")
     return found | ({"entries": sandboxes} if sandboxes else {})
 
 
@@ -61,13 +61,17 @@ async def agent_of(box) -> int:
     """The host pid of a box's agent: the one with our process beside it."""
     mark = f"mark-{random.getrandbits(64):x}"
     process = await box.start(["sleep", "1000"], env={"MARK": mark})
-    try:
+
+    def found() -> int:
         for agent in hostview.agents():
             for seen in hostview.inside(agent):
                 with contextlib.suppress(OSError):
                     if mark.encode() in Path(f"/proc/{seen.pid}/environ").read_bytes():
                         return agent.pid
-        raise AssertionError("no agent found")
+        return 0
+
+    try:
+        return await hostview.until(found, 10)  # beside others it may take a while until it has its environment
     finally:
         process.kill()
 
