@@ -151,6 +151,7 @@ async def test_c1_a_server_killed_in_the_middle_of_a_snapshot_ends_no_command_wi
                     await asyncio.wait_for(taking, 30)
     finally:
         await ended(served)
+    await ended(await started(tmp_path / "s.sock", state))  # removes what the slow launcher had no time for
     assert not await clean(baseline, state, pid)
 
 
