@@ -55,17 +55,28 @@ ORDINARY = {"fleet": set(), "fleet-tls": {"test_lifecycle"}}
 
 @pytest.hookimpl
 def pytest_collection_modifyitems(config, items):
-    if os.environ.get("UNTAX_CONFORMANCE") == "all":
-        return
-    over = {item for item in items if _is_left_out(item)}
+    is_whole = os.environ.get("UNTAX_CONFORMANCE") == "all"
+    over = {item for item in items if _is_of_another_run(item) or (not is_whole and _is_left_out(item))}
     config.hook.pytest_deselected(items=list(over))
     items[:] = [item for item in items if item not in over]
+
+
+def _is_of_another_run(item):
+    """`scripts/run-tests` has fleets in a run beside the others: UNTAX_FLEETS=only, or =not here."""
+    if not (which := os.environ.get("UNTAX_FLEETS")) or item.path.parent != Path(__file__).parent:
+        return False
+    variant = _variant_of(item)
+    return (isinstance(variant, Variant) and variant.is_fleet) != (which == "only")
+
+
+def _variant_of(item):
+    return item.callspec.params.get("engine") if hasattr(item, "callspec") else None
 
 
 def _is_left_out(item):
     if item.path.parent != Path(__file__).parent:
         return False  # the hook is asked about every suite of the run
-    variant = item.callspec.params.get("engine") if hasattr(item, "callspec") else None
+    variant = _variant_of(item)
     modules = (MODULES if os.geteuid() == 0 else {**MODULES, **ORDINARY}).get(str(variant)) if isinstance(variant, Variant) else None
     return modules is not None and item.path.stem not in modules
 
