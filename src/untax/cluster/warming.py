@@ -25,24 +25,24 @@ class Warming:
     def __init__(self, usable: Callable[[], Sequence[Node]]) -> None:
         self._usable = usable
         self._wanted: dict[EnvSpec, int] = {}
-        self._over: frozenset[int] = frozenset()  # the nodes that it was spread over last
+        self._over: frozenset[Node] = frozenset()  # that it was spread over last
         self._spreading: set[asyncio.Task[None]] = set()
 
     async def warm(self, spec: EnvSpec, n: int) -> None:
-        """That many in all, from now on. Raises what a node raised; what was wanted before holds then."""
+        """That many in all, from now on. Raises what a node raised; nodes that come later then get their share of what was wanted before."""
         nodes = self._usable()
         await asyncio.gather(*(node.warm(spec, share) for node, share in _shares(nodes, n)))
         if n:
             self._wanted[spec] = n
         else:
             self._wanted.pop(spec, None)
-        self._over = _identities(nodes)
+        self._over = frozenset(nodes)
         self.changed()  # somebody may have come meanwhile
 
     def changed(self) -> None:
         """Nodes may have come or gone."""
         nodes = self._usable()
-        now = _identities(nodes)
+        now = frozenset(nodes)
         if not self._wanted or not nodes or now == self._over:
             return
         self._over = now
@@ -72,7 +72,3 @@ class Warming:
 
 def _shares(nodes: Sequence[Node], n: int) -> list[tuple[Node, int]]:
     return [(node, n // len(nodes) + (index < n % len(nodes))) for index, node in enumerate(nodes)]
-
-
-def _identities(nodes: Sequence[Node]) -> frozenset[int]:
-    return frozenset(map(id, nodes))

@@ -88,6 +88,28 @@ async def test_pushes_are_at_least_twenty_milliseconds_apart(tmp_path, monkeypat
     assert min(apart) >= module.PUSH_S * 0.95
 
 
+async def test_who_does_not_lease_here_is_told_less_often_and_in_the_end_all(tmp_path):
+    class Onlooker:
+        unsent = asked = 0
+
+        def __init__(self):
+            self.told = []
+
+        def say(self, body, fd=None):
+            self.told.append((asyncio.get_running_loop().time(), body["part"]))
+
+    onlooker = Onlooker()
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine):
+        service.views.watch(onlooker, 1)
+        for n in (1, 4, 1, 4, 8):
+            await engine.warm(n=n)
+            await asyncio.sleep(0.03)
+        await until(lambda: any(8 in part.get("idle", {}).values() for _, part in onlooker.told))
+        service.views.leave(onlooker)
+    apart = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(onlooker.told)]
+    assert apart and min(apart) >= module._ELSEWHERE_S * 0.95
+
+
 async def test_a_watcher_that_lost_its_connection_is_told_everything_anew(tmp_path):
     async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
         await engine.warm(n=1)
