@@ -10,6 +10,7 @@ from tests.unit.server.test_service import until
 import untax
 from untax.cluster import placing as module
 from untax.cluster.placing import Placing
+from untax.cluster.view import Views
 from untax.leases import Bindings, checked
 from untax.pool.options import PoolOptions
 from untax.server.service import Service
@@ -66,6 +67,20 @@ async def test_a_lease_goes_where_a_sandbox_is_idle_and_says_why(tmp_path):
         assert json.loads(box.ledger.to_json())["placed"]["node"] == "b"
         [theirs] = await fleet.engines["b"].ledgers()
         assert theirs["placed"] == json.loads(box.ledger.to_json())["placed"]
+
+
+async def test_the_next_leases_node_is_found_once_it_is_quiet_and_not_at_every_word(tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(Views, "foresee", lambda self, spec, real=Views.foresee: (found.append(spec), real(self, spec)))
+    async with nodes(tmp_path) as fleet:
+        await (await fleet.lease()).release()
+        await until(lambda: found)
+        before = len(found)
+        for _ in range(50):
+            fleet.placing._stirred()
+        assert len(found) == before
+        await until(lambda: len(found) > before)
+        assert fleet.placing.views.foreseen(found[-1]) is not None
 
 
 async def test_without_a_reason_for_another_it_is_the_callers_own_node(tmp_path):
