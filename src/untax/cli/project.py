@@ -192,6 +192,8 @@ def _projections(arguments: argparse.Namespace, run: Gathered, tier: str) -> tup
     measured = ", ".join(map(str, lengths)) if lengths else "the tier itself"
     for name, price in sorted(prices.items()):
         table.notes.append(f"An hour of {name} is taken to cost {price:g} {arguments.currency}.")
+    if without := ", ".join(map(str, project.unprojected(run, tier))):
+        table.notes.append(f"Not here, because no trajectory of theirs was measured: {without}.")
     table.notes.append(f"Measured lengths: {measured}. Mean time of a worker, failures and retries included; run {run.run.run}.")
     return table, rows
 

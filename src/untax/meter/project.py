@@ -80,8 +80,8 @@ class ByLength:
 
     points: Mapping[int, float]
     draws: Mapping[int, Sequence[float]]
-    n: int
-    """Trials behind it that went well."""
+    trials: Mapping[int, int]
+    """How many went well, of each length."""
     slope: float | None = None
     """Seconds for one more action, where one length must do."""
 
@@ -89,6 +89,10 @@ class ByLength:
         first, last = min(self.points), max(self.points)
         values = [self._line(length, {point: series[n] for point, series in self.draws.items()}) for n in range(_DRAWS)]
         return Estimate(self._line(length, self.points), interval_of(values), is_extrapolated=not first <= length <= last)
+
+    def n_at(self, length: float) -> int:
+        """Trials behind `at(length)`: those of that length where it was measured, else those of the lengths that its line goes through."""
+        return sum(n for one, n in self.trials.items() if (one == length if length in self.trials else one in self._ends(length)))
 
     @property
     def per_action(self) -> float:
@@ -109,29 +113,38 @@ class ByLength:
             ((point, value),) = points.items()
             scale = value / self.points[point] if self.points[point] else 1.0
             return max(0.0, value + self.slope * scale * (length - point))
-        lengths = sorted(points)
-        upper = next((n for n in range(1, len(lengths)) if lengths[n] >= length), len(lengths) - 1)
-        a, b = lengths[upper - 1], lengths[upper]
+        a, b = self._ends(length)
         return max(0.0, points[a] + (points[b] - points[a]) * (length - a) / (b - a))
+
+    def _ends(self, length: float) -> list[int]:
+        """The two measured lengths whose line is taken, or the only one."""
+        lengths = sorted(self.points)
+        upper = next((n for n in range(1, len(lengths)) if lengths[n] >= length), len(lengths) - 1)
+        return lengths[max(0, upper - 1) : upper + 1]
 
 
 def by_length(run: Gathered, series: Series, tier: str) -> ByLength | None:
-    """From trajectories of `tier`, or from the tier itself where there are none; None where nothing went well."""
-    found = {length: samples for length in run.lengths(tier) if (samples := run.of(series, tier, length)) is not None}
+    """From trajectories of `tier`, or from the tier itself in a run that has none; None where nothing went well.
+
+    In a run that has some, a series without is not guessed at: a tier's own few actions are heavier than those of a trajectory, and the guess would
+    stand beside what was measured.
+    """
+    lengths = run.lengths(tier)
+    found = {length: samples for length in lengths if (samples := run.of(series, tier, length)) is not None}
     if not found:
         samples = run.of(series, tier)
-        if samples is None or not samples.actions:
+        if lengths or samples is None or not samples.actions:
             return None
         found = {max(1, round(samples.actions / samples.n)): samples}
     points = {length: samples.worker_per_trajectory for length, samples in found.items()}
-    n = sum(samples.n for samples in found.values())
+    trials = {length: samples.n for length, samples in found.items()}
     rng = random.Random(_SEED)
     draws = {length: worker_draws(samples, rng) for length, samples in found.items()}
     if len(found) > 1:
-        return ByLength(points, draws, n)
+        return ByLength(points, draws, trials)
     ((length, samples),) = found.items()
     parts = samples.mean_parts
-    return ByLength(points, draws, n, slope=sum(parts[name] for name in _PER_ACTION) / length)
+    return ByLength(points, draws, trials, slope=sum(parts[name] for name in _PER_ACTION) / length)
 
 
 def sample_estimate(samples: Samples) -> Estimate:
@@ -166,6 +179,7 @@ class Projection:
 
     series: Series
     n: int
+    """Trials behind it that went well."""
     seconds: Estimate
     hours: Estimate
     more_hours: float
@@ -186,14 +200,19 @@ def tier_for(run: Gathered, wanted: str | None = None) -> str:
 
 
 def models(run: Gathered, tier: str) -> dict[Series, ByLength]:
-    """Of every series that has trials of the tier which went well."""
+    """Of every series that can be projected (`by_length`)."""
     found = ((series, by_length(run, series, tier)) for series in run.series)
     return {series: model for series, model in found if model is not None}
 
 
+def unprojected(run: Gathered, tier: str) -> list[Series]:
+    """Those with trials of the tier itself and without the trajectories that others have."""
+    return [series for series in run.series if run.of(series, tier) is not None and by_length(run, series, tier) is None]
+
+
 def project(by_series: Mapping[Series, ByLength], *, steps: float, trajectories: float) -> list[Projection]:
     """Every series, the fastest first."""
-    found = [(series, model.n, model.at(steps)) for series, model in by_series.items()]
+    found = [(series, model.n_at(steps), model.at(steps)) for series, model in by_series.items()]
     found.sort(key=lambda one: one[2].value)
     if not found:
         return []

@@ -96,6 +96,23 @@ def test_a_tier_without_trajectories_is_projected_from_itself(tmp_path):
     assert project.by_length(run, Series("namespace"), "T1").at(150).is_extrapolated
 
 
+def test_a_series_without_the_trajectories_that_others_have_is_not_guessed_at(tmp_path):
+    cases = [Case("namespace", tier="T2"), Case("namespace", tier="T2", length=50), Case("container", tier="T2"), Case("vm", tier="T1")]
+    run = gather(records.write(tmp_path / "records.jsonl", records.whole_run(cases, 10)))
+    assert [one.substrate for one in project.models(run, "T2")] == ["namespace"]
+    assert [one.substrate for one in project.unprojected(run, "T2")] == ["container"]
+
+
+def test_only_the_trials_behind_a_number_are_counted(tmp_path):
+    trials = [records.a_trial(Case("namespace", tier="T2", length=50), n) for n in range(30)]
+    trials += [records.a_trial(Case("namespace", tier="T2", length=150), n) for n in range(10)]
+    trials += [records.a_trial(Case("namespace", tier="T2", length=200), n) for n in range(5)]
+    run = gather(records.write(tmp_path / "records.jsonl", [records.a_run(), *trials]))
+    model = project.by_length(run, Series("namespace"), "T2")
+    assert [model.n_at(length) for length in (10, 50, 100, 150, 300)] == [40, 30, 40, 10, 15]
+    assert project.project({Series("namespace"): model}, steps=150, trajectories=1)[0].n == 10
+
+
 def test_projections_begin_with_the_fastest_and_count_from_it(run):
     found = project.project(project.models(run, "T2"), steps=150, trajectories=MILLION)
     assert [one.hours.value for one in found] == sorted(one.hours.value for one in found)

@@ -18,12 +18,14 @@ def make(view: View) -> Figure:
     found = project.project(view.models, steps=published.STEPS, trajectories=1.0)
     lines: list[Line] = [(str(one.series), view.styles[one.series], one.n, one.seconds) for one in found]
     beyond = any(seconds.is_extrapolated for _, _, _, seconds in lines)
+    without = ", ".join(str(series) for series in project.unprojected(view.run, view.heaviest))
     figure = Figure(
         6,
         "scale",
         "Worker-hours as a training run grows",
         f"Trajectories × mean seconds of a {published.STEPS}-action trajectory ÷ 3600, with 95 % bands; failures and retries are paid for."
-        + (f" {published.STEPS} actions were not measured and are extrapolated." if beyond else ""),
+        + (f" Extrapolated where {published.STEPS} actions were not measured." if beyond else "")
+        + (f" Not here, because no trajectory of theirs was measured: {without}." if without else ""),
         f"trajectories of {view.heaviest}, one rollout at a time, all trials without warm-up, failed ones included",
     )
     if not lines:

@@ -49,8 +49,9 @@ def summary(view: View) -> Table:
     )
     text = " ".join(str(cell) for row in table.rows for cell in row)
     if " *" in text:
-        measured = ", ".join(map(str, view.lengths())) or "the tier itself"
-        table.notes.append(f"* extrapolated: no trajectory of {published.STEPS} actions was measured (only {measured}).")
+        lengths = {length for one in hours.values() if one.seconds.is_extrapolated for length in view.models[one.series].points}
+        measured = ", ".join(map(str, sorted(lengths)))
+        table.notes.append(f"* extrapolated: no trajectory of {published.STEPS} actions was measured there (only of {measured}).")
     if " †" in text:
         table.notes.append(f"† below resolution: under {RESOLUTION} × what a span costs here. Not to be compared.")
     return table
@@ -306,7 +307,7 @@ def sensitivity(view: View) -> list[Table]:
             is_beyond = next(iter(row.values())).is_extrapolated
             cells = [Value(units.hours(one.value), one.value, units.between(one.interval, units.hours)) for one in row.values()]
             table.add(Value(f"{steps}", steps, "extrapolated" if is_beyond else ""), *cells)
-        table.notes.append(f"n = {model.n} trials; measured at {', '.join(map(str, sorted(model.points)))} actions.")
+        table.notes.append("Measured at " + ", ".join(f"{length} actions (n {n})" for length, n in sorted(model.trials.items())) + ".")
         tables.append(table)
     return tables
 
