@@ -25,7 +25,7 @@ def make(view: View) -> Figure:
         "composition",
         "How a rollout’s time divides",
         f"Mean time of one {step} by part; shares of each bar’s own total beside it. Green is the agent’s own work, measured inside "
-        "the sandbox: everything else is the tax.",
+        "the sandbox: everything else is the tax, but for the own time of the set-up’s commands.",
         f"tier {view.heaviest}, one rollout at a time, good trials without warm-up",
     )
     if not rows:
@@ -89,5 +89,7 @@ def _table(rows: list[tuple[str, Samples]]) -> Table:
         parts = samples.mean_parts
         values = [sum(parts.values()), *parts.values(), samples.orchestration, samples.tax]
         table.add(name, Value(str(samples.n), samples.n), *(Value(units.seconds(value), value) for value in values))
-    table.notes.append("Orchestration: queue + dispatch + the control plane’s share of create and ready. Tax: all but action.")
+    table.notes.append(
+        "Orchestration: queue + dispatch + the control plane’s share of create and ready. Tax: all but action and the own time of the set-up’s commands."
+    )
     return table

@@ -101,7 +101,7 @@ def _cards(view: View) -> list[Card]:
     if taxes:
         low, high = min(taxes.values()), max(taxes.values())
         number = units.share(high) if len(taxes) == 1 else f"{units.share(low).removesuffix(' %')}–{units.share(high)}"
-        cards.append(Card(number, f"of a cold {view.heaviest} episode is tax: not the agent’s own commands"))
+        cards.append(Card(number, f"of a cold {view.heaviest} episode is tax: not the own time of its commands"))
     hours = tables.projected(view)
     if hours:
         number = units.hours(hours[0].hours.value) + (" *" if hours[0].seconds.is_extrapolated else "")

@@ -44,7 +44,7 @@ def summary(view: View) -> Table:
             _failed(view, series),
         )
     table.notes.append(
-        f"Start: asking for a sandbox until its first command could run ({lightest}). Tax: share of a {view.heaviest} episode that is not the agent’s own commands. "
+        f"Start: asking for a sandbox until its first command could run ({lightest}). Tax: share of a {view.heaviest} episode that is neither the agent’s own commands nor those of the set-up. "
         f"Small: 95 % bootstrap intervals, and the number of trials of a cell and of those to its right that have none of their own."
     )
     text = " ".join(str(cell) for row in table.rows for cell in row)
