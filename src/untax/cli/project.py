@@ -160,7 +160,8 @@ def _measured(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[Table
 
 
 def _projections(arguments: argparse.Namespace, run: Gathered, tier: str) -> tuple[Table, list[dict[str, Any]]]:
-    found = project.project(project.models(run, tier), steps=arguments.steps, trajectories=arguments.trajectories)
+    models = project.models(run, tier)
+    found = project.project(models, steps=arguments.steps, trajectories=arguments.trajectories)
     lengths = run.lengths(tier)
     prices = by_the_hour(run, arguments.price_of or [])
     table = Table(
@@ -192,7 +193,7 @@ def _projections(arguments: argparse.Namespace, run: Gathered, tier: str) -> tup
     measured = ", ".join(map(str, lengths)) if lengths else "the tier itself"
     for name, price in sorted(prices.items()):
         table.notes.append(f"An hour of {name} is taken to cost {price:g} {arguments.currency}.")
-    if without := ", ".join(map(str, project.unprojected(run, tier))):
+    if without := ", ".join(map(str, project.unprojected(run, tier, models))):
         table.notes.append(f"Not here, because no trajectory of theirs was measured: {without}.")
     table.notes.append(f"Measured lengths: {measured}. Mean time of a worker, failures and retries included; run {run.run.run}.")
     return table, rows

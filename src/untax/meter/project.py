@@ -205,9 +205,9 @@ def models(run: Gathered, tier: str) -> dict[Series, ByLength]:
     return {series: model for series, model in found if model is not None}
 
 
-def unprojected(run: Gathered, tier: str) -> list[Series]:
+def unprojected(run: Gathered, tier: str, by_series: Mapping[Series, ByLength]) -> list[Series]:
     """Those with trials of the tier itself and without the trajectories that others have."""
-    return [series for series in run.series if run.of(series, tier) is not None and by_length(run, series, tier) is None]
+    return [series for series in run.series if series not in by_series and run.of(series, tier) is not None]
 
 
 def project(by_series: Mapping[Series, ByLength], *, steps: float, trajectories: float) -> list[Projection]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PUSH_S = 0.02
 """Between two pushes: fifty a second keep a core busy to less than a hundredth, and nobody's own lease takes longer than this to be seen."""
-# The same for who does not lease here. Every node tells every client: where a hundred have a hundred each, that is most of what is said.
+# The same for who does not lease here. Every node tells every client, so what is said grows with the product of the two.
 _ELSEWHERE_S, _LATER_S = 0.05, 0.25  # for what may decide where a lease goes, and for what does not
 _FIRST_S = 0.005  # after a quiet time: what belongs together is told together, and not beside a lease's first action, which takes 2 ms
 _LOOK_S = 1.0  # how often it is looked at what has no event: how busy the machine is

@@ -99,8 +99,9 @@ def test_a_tier_without_trajectories_is_projected_from_itself(tmp_path):
 def test_a_series_without_the_trajectories_that_others_have_is_not_guessed_at(tmp_path):
     cases = [Case("namespace", tier="T2"), Case("namespace", tier="T2", length=50), Case("container", tier="T2"), Case("vm", tier="T1")]
     run = gather(records.write(tmp_path / "records.jsonl", records.whole_run(cases, 10)))
-    assert [one.substrate for one in project.models(run, "T2")] == ["namespace"]
-    assert [one.substrate for one in project.unprojected(run, "T2")] == ["container"]
+    models = project.models(run, "T2")
+    assert [one.substrate for one in models] == ["namespace"]
+    assert [one.substrate for one in project.unprojected(run, "T2", models)] == ["container"]
 
 
 def test_only_the_trials_behind_a_number_are_counted(tmp_path):

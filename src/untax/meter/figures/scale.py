@@ -18,7 +18,7 @@ def make(view: View) -> Figure:
     found = project.project(view.models, steps=published.STEPS, trajectories=1.0)
     lines: list[Line] = [(str(one.series), view.styles[one.series], one.n, one.seconds) for one in found]
     beyond = any(seconds.is_extrapolated for _, _, _, seconds in lines)
-    without = ", ".join(str(series) for series in project.unprojected(view.run, view.heaviest))
+    without = ", ".join(map(str, project.unprojected(view.run, view.heaviest, view.models)))
     figure = Figure(
         6,
         "scale",
