@@ -57,6 +57,9 @@ class Leasing(ABC):
     async def __aexit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
         await self.aclose()
 
+    def stir(self) -> None:  # noqa: B027
+        """A lease is about to be asked for and is not even checked yet: who has somebody to wake up begins with that."""
+
     @abstractmethod
     async def fulfil(self, request: Request) -> Box:
         """A box for a checked request."""
@@ -88,6 +91,7 @@ class Leasing(ABC):
         bounds the time until the box is there (`PoolTimeout`), `ttl_s` the time that it lasts (`SandboxLost` afterwards).
         A stage that is missing is built first, once for all who ask: `StageFailed` has its log.
         """
+        self.stir()
         request = checked(self.offer, spec, Bindings(env, user, files, limits, network, wait_s, ttl_s))
         return Lease(lambda: self.fulfil(request), Box.release)
 
@@ -104,6 +108,7 @@ class Leasing(ABC):
         ttl_s: float = DEFAULT_TTL_S,
     ) -> Box:
         """As `lease`, for those who cannot use `with`: the holder calls `box.release()`."""
+        self.stir()
         return await self.fulfil(checked(self.offer, spec, Bindings(env, user, files, limits, network, wait_s, ttl_s)))
 
     # ---- from snapshots, and for grading ----

@@ -240,9 +240,9 @@ def test_records_hold_the_host_the_seed_the_plan_and_the_command(state, tmp_path
     assert sum(row["total_ns"] for row in table) == sum(t.total_ns for t in records(out, Trial))
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_what_ends_a_run_loses_no_record_and_resume_goes_on(state, tmp_path, how):
-    """Ctrl-C gives everything back at once; what a run that was killed left behind goes with the next."""
+    """Ctrl-C and SIGTERM give everything back at once; what a run that was killed left behind goes with the next."""
     trials, out = 60, tmp_path / "out"
     argv = command(
         "bench",
@@ -269,8 +269,8 @@ def test_what_ends_a_run_loses_no_record_and_resume_goes_on(state, tmp_path, how
     kept = [t.trial for t in records(out, Trial) if not t.warmup]
     assert 5 < len(kept) < trials
     assert not records(out, End)
-    if how == signal.SIGINT:
-        assert (running.returncode, "--resume" in said) == (130, True)
+    if how != signal.SIGKILL:
+        assert (running.returncode, "--resume" in said) == (128 + how, True)
         assert list((state / "process").glob("engine-*")) == []
     # Going on: a line that was cut off, as by a loss of power, is no obstacle.
     with (out / "records.jsonl").open("ab") as file:

@@ -86,14 +86,23 @@ def test_o10_escape_sequences_are_neutralised_on_a_terminal_unless_raw(on_proces
     assert b"\x1b]52;c;ZXZpbA==\x07" in raw
 
 
-def test_ctrl_c_leaves_nothing(on_process, process_state):
-    running = subprocess.Popen(
-        command("run", *on_process, "--", "sleep", "4321.5"), env={**os.environ, "PYTHONPATH": PATHS}, stderr=subprocess.DEVNULL
-    )
+@pytest.mark.parametrize("before", [[], ["nohup"], ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]], ids=["", "nohup", "in the background"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_interrupts_a_command_leaves_nothing(on_process, process_state, number, before):
+    """Twice, as `timeout` sends it: to the process and to its group."""
+    argv = [*before, *command("run", *on_process, "--", "sleep", "4321.5")]
+    is_ignored = (before[:1], number) in ((["nohup"], signal.SIGHUP), (["sh"], signal.SIGINT))
+    running = subprocess.Popen(argv, env={**os.environ, "PYTHONPATH": PATHS}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     assert wait_for(lambda: sleepers("4321.5"))
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
+    if is_ignored:
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait(0.5)
+        number = signal.SIGTERM
+    if number != signal.SIGINT:
+        running.send_signal(signal.SIGTERM)
 
-    assert running.wait(20) == 130
+    assert running.wait(20) == 128 + number
     assert wait_for(lambda: not sleepers("4321.5"))
     assert list((process_state / "process").glob("engine-*")) == []
 

@@ -10,6 +10,7 @@ import secrets
 import signal
 import subprocess
 import tarfile
+import time
 
 import pytest
 from tests.enginehost import engine_host
@@ -409,7 +410,6 @@ async def test_x25_the_clock_goes_on_while_a_container_is_paused(engine):
         await box.pause()
         await asyncio.sleep(1.2)
         await box.resume()
-        inside = float((await box.run(["date", "+%s.%N"])).text)
-    import time
-
-    assert abs(time.time() - inside) < 1.0
+        before_s = time.time()
+        inside_s = float((await box.run(["date", "+%s.%N"])).text)
+        assert before_s <= inside_s <= time.time()

@@ -44,6 +44,15 @@ async def fleet(cluster, state):
         yield fleet
 
 
+@pytest.fixture(autouse=True)
+def nothing_added(cluster):
+    """What a test that failed has added would fail all that follow."""
+    before = cluster.ids()
+    yield
+    for node_id in [one for one in cluster.ids() if one not in before]:
+        cluster.kill(node_id)
+
+
 async def until(what, patience_s=PATIENCE_S):
     """Other processes have no event for us."""
     end = time.monotonic() + patience_s

@@ -12,7 +12,7 @@ import pytest
 from tests import hostview, leftovers
 from tests.enginehost import engine_host
 from tests.security.faults.conftest import scratch  # noqa: F401
-from tests.security.faults.ground import fill
+from tests.security.faults.ground import fill, taken_out
 
 import untax
 from untax import substrates
@@ -107,8 +107,9 @@ async def test_c6_a_pool_whose_disk_turns_read_only_ends_and_the_next_one_finds_
             (scratch / "probe").touch()
         await leases(engine, 4)
         assert (await held.run(["echo", "still"])).text == "still\n"
-    subprocess.run(["umount", str(scratch)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(scratch.parent / "disk.img"), str(scratch)], check=True)
+    image = scratch.parent / "disk.img"
+    taken_out(image, scratch)
+    subprocess.run(["mount", "-o", "loop", str(image), str(scratch)], check=True)
     async with pooled(scratch / "state", entries=4) as engine:
         await all_is_well(engine)
 

@@ -13,8 +13,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests import hostview, leftovers
+from tests import leftovers
 from tests.images import small_directory
+from tests.security.faults.ground import taken_out
 from tests.serving import ended, started
 
 import untax
@@ -37,10 +38,7 @@ def mounted(image: Path, where: Path):
     try:
         yield
     finally:
-        assert hostview.eventually(lambda: subprocess.run(["umount", str(where)], capture_output=True).returncode == 0, 20, 0.1)
-        # Whoever made a mount namespace meanwhile still has it, shut down as it is: the next boot is from a copy of what reached the disk.
-        subprocess.run(["cp", "--sparse=always", str(image), str(image) + "~"], check=True)
-        os.replace(str(image) + "~", image)
+        taken_out(image, where)
 
 
 def cut_power(where: Path) -> None:

@@ -1,7 +1,7 @@
 """The command line: one file for each command, which parses, calls and prints.
 
 Exit codes, for all commands (`docs/cli.md`): 0 well, 1 the answer is no, 2 wrong usage, 124 a command passed its
-deadline, 125 the infrastructure failed, 130 interrupted. `run` and `shell` give their command's own code.
+deadline, 125 the infrastructure failed, 130 interrupted (129 by SIGHUP, 143 by SIGTERM). `run` and `shell` give their command's own code.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ COMMANDS = ("bench", "report", "project", "advise", "workload", "run", "shell", 
 EXIT_NO = 1
 EXIT_USAGE = 2
 EXIT_INFRASTRUCTURE = 125
-EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry one command line out and return its exit code."""
     from untax.cli._logs import log_to_stderr
+    from untax.cli._signals import Interrupts
 
     argv = sys.argv[1:] if argv is None else argv
     # What the other commands need is not loaded for this one: `untax run` takes a third of the time to start for it.
     arguments = _parser(argv[:1] if argv and argv[0] in COMMANDS else COMMANDS).parse_args(argv)
     log_to_stderr(verbose=arguments.verbose)
+    interrupts = Interrupts()
     try:
-        code: int = arguments.carry_out(arguments)
+        with interrupts.taken():
+            code: int = arguments.carry_out(arguments)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+        return interrupts.exit_code
     except BrokenPipeError:
         # Whoever read our output has gone; Python would complain once more at exit.
         sys.stdout = open("/dev/null", "w", encoding="utf-8")  # noqa: SIM115

@@ -24,7 +24,7 @@ from typing import Any
 
 import untax
 from untax import auto, substrates
-from untax.cli import EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED
+from untax.cli import EXIT_INFRASTRUCTURE
 from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
@@ -133,7 +133,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         progress.clear()
         print(f"untax: interrupted; what was measured is kept. Go on with: untax bench --resume {shlex.quote(str(out))}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        raise
     finally:
         progress.clear()
         journal.close()

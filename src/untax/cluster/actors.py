@@ -177,6 +177,8 @@ class Keeper:
             self._tell()
             if reason is None:
                 await self._listen(node)
+                if node.is_draining:
+                    break  # it leaves the roll where its reason comes into it, in one step
                 log.warning("the agent of node %s has ended", node.name)
                 node.member = None
                 self._tell()

@@ -416,6 +416,10 @@ class Fleet(Leasing):
         usable = [node for node in self._nodes.values() if node.is_usable]
         return sorted(usable, key=lambda node: (not node.is_connected, node.load, node.member.node_id != self._own_node))
 
+    def stir(self) -> None:
+        if self._state == "running":
+            self._placing.stir()
+
     async def fulfil(self, request: Request) -> Box:
         fleet = await self._ready()
         return await (fleet._fulfil(request) if request.snapshot is None else fleet._holding(request.snapshot).fulfil(request))

@@ -161,6 +161,12 @@ class Placing:
 
     # ---- leases ----
 
+    def stir(self) -> None:
+        """Wake the node that the next lease is likely to go to."""
+        best = self.views.foreseen(self._last) if self._last is not None else None
+        if best is not None and best.node in self._nodes:
+            self._nodes[best.node].engine.stir()
+
     async def fulfil(self, request: Request) -> RemoteBox:
         """A box for a checked request that begins with its spec's own stages, on the node that is closest to it.
 
@@ -229,7 +235,7 @@ class Placing:
         if ranked.node not in self._nodes:
             raise BackendError("", f"node {ranked.node} has left")
         engine = self._nodes[ranked.node].engine
-        engine.knock()
+        engine.stir()
         claim = self.views.claim(ranked, request.spec.limits.memory_mib)
         self._asked += 1
         self._last = request.spec

@@ -220,7 +220,7 @@ class Connection:
         """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Whether it may have been:
         where this process had nothing to say to any server, both are, and a knock takes nothing from anybody.
         """
-        if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S:
+        if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S or os.getpid() != self._pid:
             return False
         _Awake.at_s = self._loop.time()
         self._stream.send(KNOCK)

@@ -216,7 +216,7 @@ class RemoteEngine(Leasing):
         """
         self._check_running()
         asked_ns = self.clock()
-        self.knock()
+        self.stir()
         self._leases += 1
         lease_id = f"lse-{self._leases}"  # our own, so that a lease can be named whose reply never came
         args = {
@@ -252,8 +252,8 @@ class RemoteEngine(Leasing):
         self._connection.took(max(0.0, (self.clock() - asked_ns - there_ns) / 1e9))
         return box
 
-    def knock(self) -> None:
-        """A lease is about to be asked for: a server that is asleep wakes up meanwhile."""
+    def stir(self) -> None:
+        """A server that is asleep wakes up while the request is put together."""
         if self._connection is not None and self._connection.knock():
             self._has_knocked = True
 
