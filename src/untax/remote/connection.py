@@ -216,15 +216,14 @@ class Connection:
         self._pending.pop(request_id, None)
         return reply
 
-    def knock(self) -> bool:
-        """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Whether it may have been:
-        where this process had nothing to say to any server, both are, and a knock takes nothing from anybody.
+    def knock(self) -> None:
+        """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Only where this process had
+        nothing to say to any server for a while: both are asleep then, and a knock takes nothing from anybody.
         """
         if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S or os.getpid() != self._pid:
-            return False
+            return
         _Awake.at_s = self._loop.time()
         self._stream.send(KNOCK)
-        return True
 
     def _take_id(self) -> int:
         request_id = self._next_id
@@ -369,8 +368,6 @@ class Connection:
         request_id = body.get("id")
         if isinstance(event := body.get("event"), str):
             self._on_event(event, body)
-        elif "op" in body:
-            pass  # a knock: we are awake now
         elif self._greeting is not None:
             self._greeted(self._greeting[1], body)
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:

@@ -73,7 +73,6 @@ class RemoteEngine(Leasing):
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
         self._leases = 0
-        self._has_knocked = False
 
     # ---- its own life ----
 
@@ -231,9 +230,6 @@ class RemoteEngine(Leasing):
             args["may_refuse"] = True
         if self.wants_facts:
             args["facts"] = True
-        if self._has_knocked:
-            self._has_knocked = False
-            args["knock"] = True  # by the time it answers, we are asleep
         timeout_s = None if request.wait_s is None else request.wait_s + _LATE_S
         try:
             reply = await self.request("lease", args, timeout_s=timeout_s, on_sent=on_sent)
@@ -254,8 +250,8 @@ class RemoteEngine(Leasing):
 
     def stir(self) -> None:
         """A server that is asleep wakes up while the request is put together."""
-        if self._connection is not None and self._connection.knock():
-            self._has_knocked = True
+        if self._connection is not None:
+            self._connection.knock()
 
     async def _give_back(self, lease_id: str) -> None:
         """A lease that could not be taken."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from untax.core.errors import BackendError, UntaxError, UsageError
-from untax.remote.messages import KNOCK, Body, error_data
+from untax.remote.messages import Body, error_data
 from untax.server.handed import Handed
 from untax.server.owners import Owner
 
@@ -68,9 +68,9 @@ class Answer:
         return outcome
 
     def part(self, body: Body) -> None:
-        """Something of the answer, ahead of its end; a knock only says that there will be one soon."""
+        """Something of the answer, ahead of its end."""
         for asker, request_id in self._askers:
-            asker.say(body if body is KNOCK else {"id": request_id, "part": body})
+            asker.say({"id": request_id, "part": body})
 
     def _done(self, _: asyncio.Task[Outcome]) -> None:
         """Of one that failed or was cancelled; the others are told already."""

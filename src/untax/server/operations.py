@@ -15,7 +15,7 @@ from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, checked
 from untax.pooling import STORE
-from untax.remote.messages import KNOCK, Body, packed
+from untax.remote.messages import Body, packed
 from untax.server.answers import Outcome
 from untax.server.handed import Handed, HangUps, hand_over
 from untax.server.owners import Owner
@@ -58,14 +58,14 @@ class Operations:
             self._engine.foresee(owner.last[0])
             packed(owner.last[1])
 
-    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:
+    async def op_lease(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         asked = owner.leasing(args.request)
         try:
-            return await self._lease(owner, args, asked, tell)
+            return await self._lease(owner, args, asked)
         finally:
             asked()
 
-    async def _lease(self, owner: Owner, args: _Args, asked: Callable[[], object], tell: Tell) -> Outcome:
+    async def _lease(self, owner: Owner, args: _Args, asked: Callable[[], object]) -> Outcome:
         engine = self._engine
         lease_id = args.text("lease")
         late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
@@ -86,8 +86,6 @@ class Operations:
                 raise refusal from exc
             raise
         try:
-            if args.truth_or_false("knock"):
-                tell(KNOCK)  # the holder wakes up while the answer is put together
             handed = await hand_over(box, self._hang_ups)
             if owner.is_over or lease_id in owner.leases:
                 raise UsageError("the owner is gone, or has a lease of this id already")
