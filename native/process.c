@@ -287,7 +287,7 @@ static void start_failed(struct process *p, enum spawn_step step, int error) {
     }
     p->request = NULL;
     process_free(p);
-    if (step == STEP_CHDIR) request_fail(r, E_OS, error, "the working directory: %s", words(error));
+    if (step == STEP_CHDIR && exec_exit_status(error)) request_fail(r, E_OS, error, "the working directory: %s", words(error));
     else if (error == E2BIG) request_fail(r, E_TOO_LARGE, error, "arguments and environment are more than the kernel takes");
     else request_fail(r, E_SPAWN_FAILED, error, "%s: %s", spawn_step_words(step), words(error));
 }

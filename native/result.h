@@ -28,7 +28,7 @@ void outcome_status(struct outcome_fields *o, int status);  // of wait4
 // The fields of the DONE of SPAWN and SESSION_RUN; empties the outputs.
 void outcome_write(const struct outcome_fields *o, struct output *out, struct output *err);
 
-// 127, 126, or 0 when a failed exec is not the command's fault.
+// 127, 126, or 0 when a failed exec, or chdir before it, is not the command's fault.
 int exec_exit_status(int error);
 const char *spawn_step_words(enum spawn_step step);
 

@@ -292,7 +292,7 @@ static void on_execed(struct call *c, const struct frame *f, const uint8_t *raw,
     } else if (step == STEP_EXEC && error == ENOENT) {
         open_failed(s, E_UNSUPPORTED, error, "there is neither bash nor sh in this image");
     } else if (step) {
-        open_failed(s, step == STEP_CHDIR ? E_OS : E_SPAWN_FAILED, error, spawn_step_words(step));
+        open_failed(s, step == STEP_CHDIR && exec_exit_status(error) ? E_OS : E_SPAWN_FAILED, error, spawn_step_words(step));
     } else {
         s->pid = pid;
         if (over) {

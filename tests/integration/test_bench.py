@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -282,6 +283,24 @@ def test_what_ends_a_run_loses_no_record_and_resume_goes_on(state, tmp_path, how
     assert list((state / "process").glob("engine-*")) == []
     again = bench(state, "--resume", str(out))
     assert (again.returncode, "complete" in again.stderr) == (0, True)
+
+
+def test_a_run_whose_terminal_is_closed_ends_as_by_ctrl_c(state, tmp_path):
+    out = tmp_path / "out"
+    argv = command(
+        "bench", "--state-dir", str(state), "--no-report", "--substrate", "process", "--tier", "T0", "--trials", "200", "--cold", "--out", str(out)
+    )  # fmt: skip
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(argv[0], argv, {**os.environ, "PYTHONPATH": PATHS})
+    shown = b""
+    while b" of " not in shown or not (out / "records.jsonl").exists() or (out / "records.jsonl").stat().st_size < 20_000:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    assert len(records(out, Trial)) > 5 and not records(out, End)
+    assert list((state / "process").glob("engine-*")) == []
+    assert not [one for one in out.iterdir() if one.name != "records.jsonl"]
 
 
 def test_a_user_s_workload_fails_where_it_says_it_should_not_and_is_still_a_record(state, tmp_path):

@@ -11,6 +11,8 @@ from tests.serving import ended, started
 import untax
 import untax.sync
 from untax import substrates
+from untax.remote import connection, stream
+from untax.remote.engine import RemoteEngine
 
 
 @pytest.fixture(params=["embedded", "served"])
@@ -29,6 +31,24 @@ def engine(request, process_state, tmp_path, _runner):
 def box(engine, request):
     with engine.lease(network=request.param) as box:
         yield box
+
+
+def test_the_server_is_spoken_to_in_the_loop_s_thread_alone(engine, monkeypatch):
+    """A lease is made, and checked, in the caller's."""
+    spoke = set()
+    send = stream.UnixStream.send
+
+    def sent(self, body, fd=None):
+        spoke.add(threading.current_thread())
+        send(self, body, fd)
+
+    monkeypatch.setattr(connection, "_ASLEEP_S", 0.0)
+    monkeypatch.setattr(stream.UnixStream, "send", sent)
+    with engine.lease() as box:
+        box.run(["true"])
+    engine.acquire().release()
+    assert threading.current_thread() not in spoke
+    assert len(spoke) == isinstance(engine._inner, RemoteEngine)
 
 
 def test_commands_files_and_sessions(box):

@@ -317,10 +317,11 @@ async def test_c14_a_server_that_is_told_to_end_destroys_everything_and_exits_wi
     assert not await clean(baseline, state, pid)
 
 
-async def test_ctrl_c_ends_a_server_too(tmp_path, baseline):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+async def test_ctrl_c_and_a_closed_terminal_end_a_server_too(tmp_path, baseline, number):
     async with serving(tmp_path, "--drain", "0") as served, untax.connect(served.url) as engine:
         await engine.acquire()
-        assert await asyncio.wait_for(served.stop(signal.SIGINT), 15) == 130
+        assert await asyncio.wait_for(served.stop(number), 15) == 128 + number
     assert not await clean(baseline, tmp_path / "state", served.process.pid)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -131,12 +132,11 @@ def carry_out(arguments: argparse.Namespace) -> int:
     try:
         asyncio.run(bench.carry_out())
     except KeyboardInterrupt:
-        progress.clear()
-        print(f"untax: interrupted; what was measured is kept. Go on with: untax bench --resume {shlex.quote(str(out))}", file=sys.stderr)
+        progress.say(f"interrupted; what was measured is kept. Go on with: untax bench --resume {shlex.quote(str(out))}")
         raise
     finally:
-        progress.clear()
         journal.close()
+        progress.clear()
     if bench.is_cut:
         print(
             f"untax: this part is over; what was measured is kept. Go on with: untax bench --resume {shlex.quote(str(out))}",
@@ -313,19 +313,22 @@ class _Progress:
             return
         left = f", about {seconds(left_s)} left" if left_s is not None else ""
         line = f"{done} of {total} slots{left}: {one_line(case)}"
-        if self._is_terminal:
-            print(f"\r\x1b[K{line[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+        if not self._is_terminal:
+            self.say(line)
         else:
-            print(f"untax: {line}", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[K{line[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
         self._said_at = now
 
     def say(self, line: str) -> None:
         self.clear()
-        print(f"untax: {one_line(line)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a terminal that was closed; what is measured is more than what is said of it
+            print(f"untax: {one_line(line)}", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _columns() -> int:

@@ -101,14 +101,15 @@ def carry_out(arguments: argparse.Namespace) -> int:
     allow_descriptors()
     with only_server(arguments.state_dir, arguments.substrate) as tell:
         ended_by = asyncio.run(_serve(arguments, tell))
-    return 130 if ended_by == signal.SIGINT else 0
+    return 0 if ended_by == signal.SIGTERM else 128 + ended_by
 
 
 async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> signal.Signals:
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, signals.put_nowait, number)
     if arguments.tied:
         _end_with_input(loop, lambda: signals.put_nowait(signal.SIGTERM))
     network = arguments.setup_network

@@ -108,7 +108,8 @@ def _raw_terminal() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # it was closed
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -172,6 +172,7 @@ class Keeper:
             finally:
                 node.tried.set()  # whatever became of it: everybody waits for it at first
             if node.is_draining:
+                await self._drained(node)  # who drained it may have found no agent yet
                 break
             node.refused = reason
             self._tell()

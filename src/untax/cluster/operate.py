@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -130,10 +132,17 @@ async def up(address: str, plan: Plan) -> AsyncIterator[tuple[Operated, bool]]:
 @asynccontextmanager
 async def _connected(address: str) -> AsyncIterator[str]:
     there = await blocking(functools.partial(access.connect, address), undo=lambda _: access.disconnect())
+    _take_sigterm_back()
     try:
         yield there
     finally:
         await asyncio.to_thread(access.disconnect)
+
+
+def _take_sigterm_back() -> None:
+    """Ray's own code has put a handler below Python's that ends the process after 3 s, whatever is being cleaned up."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def _refused(one: Refusal) -> NodeStatus:

@@ -164,8 +164,8 @@ class Placing:
     def stir(self) -> None:
         """Wake the node that the next lease is likely to go to."""
         best = self.views.foreseen(self._last) if self._last is not None else None
-        if best is not None and best.node in self._nodes:
-            self._nodes[best.node].engine.stir()
+        if best is not None and (followed := self._nodes.get(best.node)) is not None:
+            followed.engine.stir()
 
     async def fulfil(self, request: Request) -> RemoteBox:
         """A box for a checked request that begins with its spec's own stages, on the node that is closest to it.

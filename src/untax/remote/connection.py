@@ -220,10 +220,12 @@ class Connection:
         """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Only where this process had
         nothing to say to any server for a while: both are asleep then, and a knock takes nothing from anybody.
         """
-        if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S or os.getpid() != self._pid:
+        if self._stream is None or self._loop.time() - _Awake.at_s < _ASLEEP_S:
             return
-        _Awake.at_s = self._loop.time()
-        self._stream.send(KNOCK)
+        # Leases are also made in other threads than the loop's, and in forks of this process: theirs begin where they are carried out.
+        if asyncio._get_running_loop() is self._loop and os.getpid() == self._pid:
+            _Awake.at_s = self._loop.time()
+            self._stream.send(KNOCK)
 
     def _take_id(self) -> int:
         request_id = self._next_id

@@ -75,6 +75,26 @@ async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
     assert met, f"nobody makes the call {call} while a sandbox is made"
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [("EIO", untax.SubstrateError), ("ENOMEM", untax.SubstrateError), ("EACCES", untax.PermissionDenied)]
+)
+async def test_x9_x13_a_working_directory_that_the_kernel_fails_is_no_result(state, error, kind):
+    """As on a disk that is full or broken; one that the workload has closed to itself is its own affair."""
+    if shutil.which("strace") is None:
+        pytest.skip("needs strace")
+    async with untax.Engine("namespace", state_dir=state, limits="warn") as engine, engine.lease() as box:
+        (worker,) = [one for one in hostview.below(box._sandbox.agent_pid) if one.comm == "cell-worker"]
+        async with strace(worker.pid, f"inject=chdir:error={error}") as struck:
+            async with asyncio.timeout(20):
+                with pytest.raises(kind):
+                    await box.run(["true"])
+                with pytest.raises(kind):
+                    async with box.session():
+                        pass
+        assert len(struck) >= 2
+        assert (await box.run(["echo", "ok"])).text == "ok\n"
+
+
 async def test_x14_out_of_descriptors_is_a_refusal(state):
     async with engine_host(state) as host:
         await host.lease("a")
