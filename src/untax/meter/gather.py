@@ -58,6 +58,8 @@ class Samples:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     """Sums over the trials that went well."""
     control_plane: float = 0.0
+    start_parts: dict[str, array[float]] = field(default_factory=dict)
+    """What a control plane told of each step of a start, where it did."""
     setup_own: float = 0.0
     """Of the part setup, the own time of the workload's set-up commands; a sum as well."""
     actions: int = 0
@@ -262,6 +264,10 @@ def _take(samples: Samples, trial: Trial) -> None:
         if ns:
             sums[name] += ns * _NS
     samples.control_plane += trial.control_plane_ns * _NS
+    for name, ns in trial.substrate_detail.get("start_parts_ns", {}).items():
+        if type(ns) is not int or ns < 0:
+            raise TypeError(f"{name} of a start is {ns!r}")
+        samples.start_parts.setdefault(str(name), array("d")).append(ns * _NS)
     if type(trial.setup_own_ns) is not int or not 0 <= trial.setup_own_ns <= parts["setup"]:
         raise TypeError(f"{trial.setup_own_ns!r} ns of set-up commands")
     samples.setup_own += trial.setup_own_ns * _NS

@@ -142,7 +142,7 @@ class Timeline:
             self.note(step, at_ns)
 
     def parts_ns(self) -> dict[str, int]:
-        """How long each step took that was seen: `api` the request, `schedule` finding a node, `image` pulling, `start` what the node
+        """How long each step took that was seen: `api` the request, `schedule` finding a node, `image` pulling (0 where the node had it), `start` what the node
         did besides, `report` from the node's start until we knew.
         """
         seen = self.seen
@@ -155,6 +155,8 @@ class Timeline:
         span("api", "asked", "accepted")
         span("schedule", "accepted", "scheduled")
         span("image", "pulling", "pulled")
+        if "pulled" in seen and "pulling" not in seen:
+            out["image"] = 0  # the node had it, which it says with the same word
         up = "started" if "started" in seen else "ready"
         span("start", "scheduled", up)
         if "start" in out:

@@ -85,6 +85,28 @@ def test_the_summary_has_n_in_every_measured_cell_or_in_the_one_before(written, 
     assert [head.split()[0] for head in contents.summary.head[1:4]] == ["start", "p95", "SD"]
 
 
+def test_where_a_start_goes_is_shown_where_a_control_plane_told(tmp_path):
+    """Medians over the cold cases of a series; a warm one's pod was placed before its trial, and who told nothing has no row."""
+
+    def told(case, *schedules_ms):
+        parts = [{"schedule": ms * 10**6, "start": 500 * 10**6} | ({"image": 0} if n else {}) for n, ms in enumerate(schedules_ms)]
+        return [records.a_trial(case, n, profile=profile, substrate_detail={"start_parts_ns": one}) for n, one in enumerate(parts)]
+
+    profile = records.PROFILES["kubernetes", "incumbent"]
+    cold = Case("kubernetes", tier="T0")
+    made = [*told(cold, 2, 4, 6), *told(replace(cold, tier="T1"), 4, 30), *told(replace(cold, warmth="warm"), 900)]
+    other = [records.a_trial(Case("process", tier="T0"), n) for n in range(3)]
+    records.write(tmp_path / "records.jsonl", [records.a_run(), *made, *other])
+    contents = compile_contents(gather(tmp_path))
+
+    assert contents.starts.head == ["", "schedule", "start", "image"]
+    (row,) = contents.starts.rows
+    assert [str(cell) for cell in row] == ["kubernetes", "4.00 ms", "500 ms", "0 s"]
+    assert [cell.under.split("\n")[-1] for cell in row[1:]] == ["n 5", "n 5", "n 3"]
+    assert contents.starts in contents.all_tables()
+    assert "Where a pod’s start goes" in report.write(tmp_path, tmp_path / "out", png=False)[0].read_text()
+
+
 def test_pictures_are_files_of_their_own_in_both_schemes(written):
     for name in written:
         if name.endswith(".svg"):
@@ -139,6 +161,10 @@ def test_a_run_in_which_everything_failed_still_has_a_report(tmp_path):
     records.write(tmp_path / "records.jsonl", [records.a_run(), *trials])
     page = report.write(tmp_path, tmp_path / "out", png=False)[0].read_text()
     assert "CreateError" in page and "3 of 3" in page
+
+
+def test_a_run_without_a_control_plane_has_no_table_of_starts(run_dir):
+    assert compile_contents(gather(run_dir)).starts is None
 
 
 def test_gaps_alone_have_a_report(tmp_path):

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 
 import untax
+from untax.core.substrate import Detailing
 from untax.substrates import kubernetes
 from untax.substrates._kubernetes_access import find_access
 from untax.substrates._kubernetes_exec import exit_code_of
 from untax.substrates._kubernetes_pod import Wishes, checked_template, image_of, manifest, merged, uid_of
+from untax.substrates._kubernetes_sandbox import Patience, PodSandbox
 from untax.substrates._kubernetes_status import Timeline, condition
 
 SPEC = untax.EnvSpec(image="registry:r.example.org/a:1", isolation="container")
@@ -206,6 +208,33 @@ def test_the_parts_of_a_pod_s_way_and_the_control_plane_s_share():
 
     assert line.parts_ns() == {"api": 5, "schedule": 3, "image": 20, "start": 12, "report": 2}
     assert line.control_plane_ns == 10
+
+
+def test_an_image_that_the_node_had_took_no_time():
+    """The kubelet then says that it is pulled, and never that it is pulling."""
+    line = Timeline()
+    line.note("scheduled", 5)
+    for at, reason in ((6, "Pulled"), (7, "Created"), (9, "Started")):
+        line.event({"reason": reason, "type": "Normal", "involvedObject": {"fieldPath": "spec.containers{cell}"}}, at)
+
+    assert line.parts_ns() == {"image": 0, "start": 4}
+
+
+async def test_a_pod_tells_the_record_where_its_start_went():
+    sandbox = PodSandbox(
+        None,
+        "default",
+        "untax-1",
+        architecture="x86_64",
+        patience=Patience(ready_s=1, request_s=1, reopen_s=1),
+        unenforced=(),
+        forget=lambda name: None,
+    )
+    for step, at in (("asked", 0), ("accepted", 5), ("scheduled", 8), ("started", 40)):
+        sandbox.timeline.note(step, at)
+
+    assert isinstance(sandbox, Detailing)
+    assert sandbox.detail == {"start_parts_ns": {"api": 5, "schedule": 3, "start": 32}}
 
 
 def test_events_of_another_container_are_not_the_sandbox_s():

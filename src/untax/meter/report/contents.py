@@ -47,6 +47,7 @@ class Contents:
     differences: Table
     sensitivity: list[Table]
     stalls: Table | None
+    starts: Table | None
     conditions: Table | None
     cases: Table
     pairs: Table
@@ -61,7 +62,7 @@ class Contents:
     def all_tables(self) -> list[Table]:
         """Everything that becomes a CSV file."""
         found = [self.summary, *self.paper, self.differences, self.pairs, self.cases, *self.sensitivity]
-        found += [table for table in (self.stalls, self.conditions, self.against) if table is not None]
+        found += [table for table in (self.stalls, self.starts, self.conditions, self.against) if table is not None]
         return found + [table for figure in self.figures for table in figure.data]
 
 
@@ -79,6 +80,7 @@ def compile_contents(run: Gathered, against: Gathered | None = None) -> Contents
         differences=tables.differences(view),
         sensitivity=tables.sensitivity(view),
         stalls=tables.stalls(view),
+        starts=tables.starts(view),
         conditions=tables.conditions(view),
         cases=tables.every_case(view),
         pairs=tables.all_pairs(view),

@@ -101,7 +101,7 @@ def _scale(contents: Contents) -> Iterator[str]:
         yield "<h2>Worker-hours by length and scale</h2><p>From 10 to 300 actions and from ten thousand to ten million trajectories, with 95 % intervals.</p>"
         for table in contents.sensitivity:
             yield f"<details><summary>{escape(table.title)}</summary>{as_html(table)}</details>"
-    for further in (contents.stalls, contents.conditions, contents.against):
+    for further in (contents.stalls, contents.starts, contents.conditions, contents.against):
         if further is not None:
             yield _table(further)
     yield "</section>"

@@ -294,6 +294,31 @@ def conditions(view: View) -> Table | None:
     return table if table.rows else None
 
 
+def starts(view: View) -> Table | None:
+    """What a control plane told of each step of a cold start, over all plain cases; None where no record has it."""
+    found: dict[Series, dict[str, list[float]]] = {}
+    for samples in view.run.where(lambda case: is_plain(case) and case.warmth == "cold"):
+        for name, values in samples.start_parts.items():
+            found.setdefault(samples.series, {}).setdefault(name, []).extend(values)
+    names = list(dict.fromkeys(name for parts in found.values() for name in parts))
+    table = Table("starts", "Where a pod’s start goes", ["", *names])
+    for series in view.cold:
+        if series in found:
+            table.add(str(series), *(_median(found[series].get(name)) for name in names))
+    table.notes.append(
+        "Medians, each by itself: they need not add up to that of a start. From the control plane’s own events, as they reached the meter."
+    )
+    return table if table.rows else None
+
+
+def _median(values: list[float] | None) -> Cell:
+    if not values:
+        return _NONE
+    ordered = sorted(values)
+    middle = of_ordered(ordered, 50)
+    return Value(units.seconds(middle), middle, f"{units.between(percentile_interval(ordered, 50))}\nn {len(ordered)}")
+
+
 def _ratio(above: float, below: float) -> Cell:
     return Value(units.times(above / below), above / below) if below else _NONE
 

@@ -40,7 +40,7 @@ def _lines(contents: Contents, pictures: dict[str, str]) -> Iterator[str]:
         yield "\n## Worker-hours by length and scale"
         for table in contents.sensitivity:
             yield f"\n### {markdown_escape(table.title)}\n\n{as_markdown(table)}"
-    for further in (contents.stalls, contents.conditions, contents.against):
+    for further in (contents.stalls, contents.starts, contents.conditions, contents.against):
         if further is not None:
             yield from _section(further)
     yield "\n## How it was measured\n"
