@@ -1,8 +1,8 @@
 """`Engine("auto")`: for each spec the substrate that suits it best on this machine, never below the spec's isolation.
 
 What every substrate says of itself and what was measured here decide (pool/choice.py). An engine of the chosen one is started when the first
-lease needs it; one that does not start is left out from then on, with its reason, and the next best takes its place. Why a lease runs
-where it does is in its ledger and in the log.
+lease needs it; one that does not start is left out from then on, with its reason, and the next best takes its place. So is one whose boundary
+turns out not to hold here, unless no boundary is asked for. Why a lease runs where it does is in its ledger and in the log.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from untax import substrates
 from untax.core.errors import PoolTimeout, SubstrateError, SubstrateUnavailable, UsageError
 from untax.core.spec import ISOLATION_LEVELS, EnvSpec, Limits, require_duration
 from untax.core.stage import Stage
-from untax.core.substrate import Fastidious, Layered, Priced, Reviving, Sandbox, Substrate
+from untax.core.substrate import Doubtful, Fastidious, Layered, Priced, Reviving, Sandbox, Substrate
 from untax.engine import Engine
 from untax.layers._durable import replace_whole
 from untax.leases import Bindings, Request, checked
@@ -61,6 +61,7 @@ class Candidates:
         self._actions = require_duration("actions", actions)
         self._least = least
         self._unusable: dict[str, str] = {}
+        self._doubted: dict[str, str] = {}
         self._expected: dict[str, Expected] = {}
         self.isolation = ISOLATION_LEVELS[-1]
         """So that every spec gets as far as the choice, which says what is lacking."""
@@ -71,25 +72,30 @@ class Candidates:
     def unavailable_reason(self) -> str | None:
         """Looks at all of them, one after the other. Blocks."""
         for name in self._all:
-            self.look_at(name)
+            self.look_at(name, is_brief=True)
         return None if self._expected else "; ".join(f"{name}: {reason}" for name, reason in sorted(self._unusable.items()))
 
     async def look(self) -> None:
         """The same without blocking, at all of them at once; `SubstrateUnavailable` when none can be used."""
-        await asyncio.gather(*(asyncio.to_thread(self.look_at, name) for name in self._all))
+        await asyncio.gather(*(asyncio.to_thread(self.look_at, name, is_brief=True) for name in self._all))
         if not self._expected:
             raise SubstrateUnavailable("", f"no substrate can be used here: {self.unavailable_reason()}")
 
     async def create(self, spec: EnvSpec) -> Sandbox:
         raise UsageError(f"image {spec.image!r}: 'auto' has no sandboxes of its own; use Engine('auto')")
 
-    def look_at(self, name: str) -> None:
-        """Find out whether one can be used, and what is known of its costs. Blocks."""
+    def look_at(self, name: str, *, is_brief: bool = False) -> None:
+        """Find out whether one can be used, whether its boundary holds, and what is known of its costs. Blocks.
+
+        `is_brief` leaves the second to whoever starts it, because it may take a trial of seconds.
+        """
         substrate = self._all[name]
         reason = substrate.unavailable_reason()
         if reason is not None:
             self.leave_out(name, reason)
             return
+        if not is_brief and (trouble := _boundary_trouble(substrate)):
+            self.doubt(name, trouble)
         typical = substrate.typical if isinstance(substrate, Priced) else None
         measured = _measured(self._state_dir / MEASURED).get(name)
         self._expected[name] = choices.expected(name, substrate.isolation, typical, measured, self._learnt_s(name))
@@ -104,18 +110,31 @@ class Candidates:
         self._expected.pop(name, None)
         self._unusable[name] = reason
 
+    def doubt(self, name: str, reason: str) -> None:
+        """Its boundary does not hold: from now on it is for those who ask for none."""
+        if name not in self._doubted:
+            log.warning("auto: %s is left out where a boundary is asked for: %s", name, reason)
+        self._doubted[name] = reason
+
+    def boundary_doubt(self, name: str, spec: EnvSpec) -> str | None:
+        """Why `spec` must not be leased on it, as far as is known."""
+        return None if self._asked(spec) == ISOLATION_LEVELS[0] else self._doubted.get(name)
+
+    def _asked(self, spec: EnvSpec) -> str:
+        return max(spec.isolation, self._least, key=ISOLATION_LEVELS.index)
+
     def choose(self, spec: EnvSpec) -> Choice:
         unusable = dict(self._unusable)
         able = []
         for name, one in self._expected.items():
             substrate = self._all[name]
             trouble = substrate.image_trouble(spec.image) if isinstance(substrate, Fastidious) else None
+            trouble = trouble or self.boundary_doubt(name, spec)
             if trouble is None:
                 able.append(one)
             else:
                 unusable[name] = trouble
-        asked = max(spec.isolation, self._least, key=ISOLATION_LEVELS.index)
-        return choices.choose(able, asked, actions=self._actions, unusable=unusable)
+        return choices.choose(able, self._asked(spec), actions=self._actions, unusable=unusable)
 
     @property
     def keeping(self) -> list[str]:
@@ -184,7 +203,7 @@ class AutoEngine(Engine):
     # ---- who serves what ----
 
     async def engine_for(self, spec: EnvSpec) -> tuple[Engine, Choice]:
-        """Started. What does not start is left out, and the next best is asked; `UsageError` when nothing strong enough is left."""
+        """Started. What does not start, or whose boundary does not hold, is left out and the next best asked; `UsageError` when none is left."""
         while True:
             self._check_running()
             choice = self._candidates.choose(spec)
@@ -194,6 +213,10 @@ class AutoEngine(Engine):
                 self._candidates.leave_out(choice.substrate, f"it did not start: {exc}")
                 log.warning("auto: %s did not start and is left out: %s", choice.substrate, exc)
                 continue
+            if trouble := _boundary_trouble(engine.substrate):
+                self._candidates.doubt(choice.substrate, trouble)
+            if self._candidates.boundary_doubt(choice.substrate, spec):
+                continue  # the engine stays: who asks for no boundary may be using it
             if choice.reason not in self._said_choices:
                 self._said_choices.add(choice.reason)
                 log.info("auto: %s", choice.reason)
@@ -306,6 +329,10 @@ class AutoEngine(Engine):
         """What a lease of `spec` would run on, and why."""
         self._check_running()
         return self._candidates.choose(checked(self.offer, spec, Bindings()).spec)
+
+
+def _boundary_trouble(substrate: Substrate) -> str | None:
+    return substrate.boundary_trouble() if isinstance(substrate, Doubtful) else None
 
 
 def keep_measured(state_dir: Path, found: Sequence[Expected]) -> None:

@@ -4,11 +4,15 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import socket
 import threading
 
 import pytest
+from tests.engines_fixture import docker, podman  # noqa: F401
+from tests.images import small_directory
 from tests.serving import started
+from tests.variants import Variant, options_of
 
 import untax
 from untax import auto, substrates, sync
@@ -63,6 +67,46 @@ async def test_a_boundary_that_is_not_to_be_had_is_refused_and_never_weakened(tm
             await engine.warm(untax.EnvSpec(isolation="container"))
         with pytest.raises(UsageError, match="isolation 'container' or stronger"):
             engine.choice(untax.EnvSpec(isolation="container"))
+
+
+@pytest.mark.parametrize("accel", ["auto", "tcg"])
+async def test_an_emulated_machine_is_not_what_was_asked_for(tmp_path, caplog, accel):
+    """QEMU is here and would start; only with KVM is its boundary one. The machine that a provider would make is dearer, and is one."""
+    real = substrates.load("vm", state_dir=str(tmp_path / "state"))
+    if reason := real.unavailable_reason():
+        pytest.skip(f"vm: {reason}")
+    only_vm = {**NOTHING_ELSE, "vm": {"accel": accel}}
+    provider = {"ssh": {"create": ["false"], "delete": ["true"]}}
+    has_boundary = accel == "auto" and not real.is_slow_to_try  # a host with KVM that works
+    async with untax.Engine("auto", state_dir=tmp_path / "state", options={**only_vm, **provider}) as engine:
+        served, choice = await engine.engine_for(untax.EnvSpec(isolation="vm"))
+        assert choice.substrate == served.substrate.name == ("vm" if has_boundary else "ssh")
+    if has_boundary:
+        return
+    assert "vm is left out where a boundary is asked for: " in caplog.text
+    async with untax.Engine("auto", state_dir=tmp_path / "state", options=only_vm) as engine:
+        for isolation in ("vm", "gvisor"):
+            words = rf"isolation '{isolation}'.*; vm: .* only emulates machines, .*use a host on which `untax doctor` finds KVM working"
+            with pytest.raises(UsageError, match=words):
+                await engine.acquire(untax.EnvSpec(isolation=isolation))
+    async with untax.Engine("auto", state_dir=tmp_path / "state", options=only_vm, least="vm") as engine:
+        with pytest.raises(UsageError, match="only emulates machines"):
+            await engine.acquire(untax.EnvSpec(isolation="none"))
+
+
+@pytest.mark.parametrize("variant", [Variant("container", "docker"), Variant("gvisor")], ids=str)
+async def test_a_stronger_boundary_is_a_real_one(request, tmp_path, variant):
+    """Not only chosen: leased, and used."""
+    own = options_of(request, variant)
+    if reason := substrates.load(variant.substrate, **own).unavailable_reason():
+        pytest.skip(f"{variant.substrate}: {reason}")
+    spec = untax.EnvSpec(image=f"dir:{small_directory()}", isolation=variant.substrate)
+    async with untax.Engine("auto", state_dir=tmp_path / "state", options={**NOTHING_ELSE, variant.substrate: own}) as engine:
+        async with engine.lease(spec) as box:
+            kernel = (await box.run(["uname", "-r"])).check().text.strip()
+    assert (box.ledger.substrate, box.ledger.isolation) == (variant.substrate, variant.substrate)
+    assert f"'{variant.substrate}' asked for" in box.ledger.choice
+    assert (kernel == os.uname().release) == (variant.substrate == "container")
 
 
 async def test_snapshots_forks_graders_and_warm_pools_work_as_on_one_substrate(tmp_path):

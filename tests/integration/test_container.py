@@ -26,6 +26,7 @@ from untax.core.stage import Stage
 from untax.core.substrate import Incumbent
 from untax.ground import Ground
 from untax.substrates._container_api import Refused
+from untax.substrates._container_sandbox import ContainerSandbox
 
 SMALL = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="container")
 
@@ -121,20 +122,37 @@ async def test_limits_can_be_bound_late(engine):
     assert found["PidsLimit"] in (32, 0, 514)  # Podman shows what it began with
 
 
-async def test_starts_are_capped(engine, options, tmp_path):
+async def test_starts_are_capped(engine, options, tmp_path, monkeypatch):
     """However many ask, no more than that many are between created and greeting."""
+    under_way, most = set(), {"create": 0, "start": 0}
+
+    def counted(step, do):
+        """What the engine is asked for meanwhile; those that only wait for their turn have not begun it."""
+
+        async def doing(*arguments):
+            one = object()
+            under_way.add(one)
+            most[step] = max(most[step], len(under_way))
+            try:
+                return await do(*arguments)
+            finally:
+                under_way.discard(one)
+
+        return doing
+
     async with untax.Engine("container", state_dir=tmp_path / "s", starts=2, **options) as narrow:
-        substrate, most = narrow.substrate, 0
-        gate = substrate._starting
+        await narrow.prepare(SMALL)  # so that all of them come to the cap together
+        monkeypatch.setattr(narrow.substrate, "_make", counted("create", narrow.substrate._make))
+        for step in ("_asked", "_wait_greeting"):
+            monkeypatch.setattr(ContainerSandbox, step, counted("start", getattr(ContainerSandbox, step)))
 
         async def one():
-            nonlocal most
-            async with narrow.lease(SMALL):
-                most = max(most, 2 - gate._value)
+            async with narrow.lease(SMALL) as box:
+                assert (await box.run(["true"])).exit_code == 0
 
         await asyncio.gather(*(one() for _ in range(6)))
-        assert most <= 2
-        assert gate._value == 2
+    assert most == {"create": 2, "start": 2}
+    assert not under_way
 
 
 # ---- images ----

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.engines_fixture import docker  # noqa: F401
 from tests.images import small_directory, tools_directory
+from tests.integration.test_vm import show_little
 
 import untax
 from untax import substrates
@@ -99,6 +100,21 @@ async def test_docker_s_runsc_is_gvisor_and_its_runc_is_not(docker, tmp_path):  
     async with untax.Engine("container", state_dir=tmp_path / "state", **options) as engine:
         with pytest.raises(untax.UsageError, match="isolation"):
             await engine.acquire(SMALL)
+
+
+async def test_the_host_s_own_software_is_taken_in_once(tmp_path, monkeypatch):
+    """What is inside is what lies on this machine, and of /etc only what is listed."""
+    if reason := substrates.load("gvisor").unavailable_reason():
+        pytest.skip(f"gvisor: {reason}")
+    view, state = show_little(monkeypatch, tmp_path), tmp_path / "state"
+    mark = (view / "mark").read_text()
+    for _ in range(2):
+        async with untax.Engine("gvisor", state_dir=state) as engine, engine.lease(untax.EnvSpec(image="host", isolation="gvisor")) as box:
+            assert (await box.run(["/opt/view/tool"])).text == mark
+            assert await box.read("/etc/ld.so.cache") == Path("/etc/ld.so.cache").read_bytes()
+            assert (await box.shell("test -e /etc/shadow")).exit_code == 1
+        (view / "mark").write_text("changed")  # this machine's packages have not, so that what was taken in is good for the next engine too
+    assert len(list((state / "gvisor/chains").iterdir())) == 1
 
 
 # ---- what is left of it ----

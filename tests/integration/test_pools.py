@@ -8,10 +8,17 @@ import sys
 
 import pytest
 from tests import servers
+from tests.engines_fixture import docker, podman  # noqa: F401
+from tests.images import small_image
+from tests.variants import Variant, options_of
 
 import untax
 from untax import substrates
 from untax.core.spec import EnvSpec
+from untax.core.substrate import BindingLate
+
+ELSEWHERE = [Variant("container", "docker"), Variant("container", "podman"), Variant("gvisor"), Variant("vm")]
+"""On top of the two that everything here runs on. Pods are in test_kubernetes_pool.py: whatever wants the one cluster of a machine runs in one go."""
 
 
 @pytest.fixture(params=["namespace", "process"])
@@ -35,20 +42,43 @@ def spec_on(engine, **fields):
 
 
 async def test_a_warm_lease_is_as_good_as_a_cold_one(engine):
-    spec = spec_on(engine)
-    async with engine.lease(spec, env={"A": "1"}, files={"given": b"x"}) as box:
+    await warm_is_as_good_as_cold(engine, spec_on(engine), 2)
+
+
+@pytest.mark.parametrize("variant", ELSEWHERE, ids=str)
+async def test_a_warm_lease_is_as_good_as_a_cold_one_elsewhere(request, tmp_path, variant):
+    """Where a sandbox takes a second or ten to come up, and a warm one none."""
+    options = options_of(request, variant)
+    if reason := substrates.load(variant.substrate, **options).unavailable_reason():
+        pytest.skip(f"{variant.substrate}: {reason}")
+    async with untax.Engine(variant.substrate, state_dir=tmp_path / "state", **options) as engine:
+        await warm_is_as_good_as_cold(engine, spec_on(engine, image=small_image(variant.substrate)), 1)
+
+
+async def warm_is_as_good_as_cold(engine, spec, n):
+    """What was made ahead without a holder has everything that its lease brings: variables, files and limits.
+
+    Limits are what it was made with where a sandbox cannot change them.
+    """
+    limits = untax.Limits(memory_mib=128)
+    late = {"env": {"A": "1"}, "files": {"given": b"x"}, "limits": limits}
+    async with engine.lease(spec, **late) as box:
         assert box.ledger.hit.kind == "cold"
         cold = await seen(box)
-    await engine.warm(spec, 2)
-    async with engine.lease(spec, env={"A": "1"}, files={"given": b"x"}) as box:
+    binds_limits = isinstance(engine.substrate, BindingLate) and "limits" in engine.substrate.binds_late
+    await engine.warm(spec, n, limits=None if binds_limits else limits)
+    async with engine.lease(spec, **late) as box:
         assert box.ledger.hit.kind == "exact"
         warm = await seen(box)
+        hungry = await box.run(["perl", "-e", "$x = 'x' x (300 << 20); print length $x"])
+        assert hungry.outcome == ("exited" if "memory_mib" in {one.name for one in box.ledger.unenforced} else "oom"), hungry
+    assert "A=1" in warm
     assert warm == cold
 
 
 async def seen(box):
-    """What a command finds, without what differs between any two sandboxes."""
-    text = (await box.shell("id -u; env | sort; ls -a; cat given; ulimit -a; nproc", merge=True)).check().text
+    """What a command finds, without what differs between any two sandboxes. The small image has no nproc, and says so each time."""
+    text = (await box.shell("id -u; env | sort; ls -a; cat given; ulimit -a; nproc || true", merge=True)).check().text
     return [line for line in text.replace(box.id, "ID").splitlines() if not line.startswith(("_=", "SHLVL="))]
 
 

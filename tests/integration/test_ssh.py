@@ -1,6 +1,7 @@
-"""Machines behind SSH, against an sshd of the tests' own on the loopback: the two paths, providers, and what goes wrong."""
+"""Machines behind SSH, against an sshd of the tests' own in namespaces of its own: the two paths, providers, and what goes wrong."""
 
 import asyncio
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -15,14 +16,29 @@ from untax.core.substrate import Incumbent
 SPEC = untax.EnvSpec(isolation="none")
 
 
-def left_there() -> list[str]:
-    return sorted(path.name for path in (Path.home() / ".cache/untax").glob("sbx-*"))
+def left_there(sshd) -> list[str]:  # noqa: F811
+    return sorted(path.name for path in (sshd.home / ".cache/untax").glob("sbx-*"))
 
 
 @pytest.fixture
 async def engine(sshd, tmp_path):  # noqa: F811
     async with untax.Engine("ssh", state_dir=tmp_path / "state", **sshd.options) as engine:
         yield engine
+
+
+async def test_the_other_end_is_not_this_machine_s_own(engine, sshd):  # noqa: F811
+    """Other processes, another home; and nothing is put into ours."""
+    async with engine.lease(SPEC) as box:
+        said = await box.shell("readlink /proc/self/ns/pid /proc/self/ns/mnt; cat /proc/1/comm; pwd")
+        fresh = await box._sandbox.run_incumbent(["sh", "-c", "echo ~"], timeout_s=30)
+    *spaces, first, place = said.check().text.split()
+
+    assert place.startswith(f"{sshd.home}/.cache/untax/")
+    assert fresh.text.strip() == str(sshd.home)
+    if not sshd.is_apart:
+        pytest.skip("unshare: this user can make no namespaces here, so its sshd is a process like any other")
+    assert first == "sshd"
+    assert not {os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/mnt")} & set(spaces)
 
 
 async def test_both_paths_give_the_same_result(engine):
@@ -38,17 +54,17 @@ async def test_both_paths_give_the_same_result(engine):
     assert late.timed_out
 
 
-async def test_the_directory_there_goes_with_the_session(engine):
-    before = left_there()
+async def test_the_directory_there_goes_with_the_session(engine, sshd):  # noqa: F811
+    before = left_there(sshd)
     async with engine.lease(SPEC) as box:
         await box.write("f", b"x")
-        assert box.id in left_there()
+        assert box.id in left_there(sshd)
 
-    assert left_there() == before
+    assert left_there(sshd) == before
 
 
-async def test_a_connection_that_is_cut_is_a_lost_sandbox(engine):
-    before = left_there()
+async def test_a_connection_that_is_cut_is_a_lost_sandbox(engine, sshd):  # noqa: F811
+    before = left_there(sshd)
     async with engine.lease(SPEC) as box:
         running = asyncio.ensure_future(box.run(["sleep", "60"]))
         await box.run(["true"])
@@ -56,12 +72,12 @@ async def test_a_connection_that_is_cut_is_a_lost_sandbox(engine):
         with pytest.raises(untax.SandboxLost):
             await running
     for _ in range(100):  # the other end notices by itself, a moment later
-        if left_there() == before:
+        if left_there(sshd) == before:
             break
         await asyncio.sleep(0.05)
 
     assert box.ledger.verdict == "infra"
-    assert left_there() == before
+    assert left_there(sshd) == before
 
 
 async def test_an_unknown_host_key_is_refused_with_the_remedy(sshd, tmp_path):  # noqa: F811

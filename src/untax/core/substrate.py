@@ -336,6 +336,14 @@ class Fastidious(Protocol):
         """Why a sandbox of it can never stand on the image of that name, with the remedy; None when it may."""
 
 
+@runtime_checkable
+class Doubtful(Protocol):
+    """A substrate whose boundary does not hold on every machine that it runs on."""
+
+    def boundary_trouble(self) -> str | None:
+        """Why its sandboxes have no boundary here, with the remedy; None when they have. Blocks, for seconds unless it is started."""
+
+
 @dataclass(frozen=True, slots=True)
 class Typical:
     """What a substrate costs where nothing was measured: of the right order, and no more."""

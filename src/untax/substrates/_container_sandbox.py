@@ -11,15 +11,17 @@ from http import HTTPStatus
 from typing import Any
 
 from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SpawnFailed, UsageError
-from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
+from untax.core.result import TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.spec import Limits
 from untax.core.substrate import Facts, Unenforced
 from untax.substrates._container_api import EngineApi, Refused, Upgraded
 from untax.substrates._container_body import docker_limits, podman_limits
 from untax.substrates._container_stream import EngineStream, Pieces
 from untax.substrates._greeting import first_bytes
+from untax.substrates._incumbent import by_deadline, code_of_unstarted
 
 _OUTPUT_MAX = 1 << 20  # of the incumbent path, for each stream: as the held channel's default
+_LOOK_S = 0.02  # an exec takes some 50 ms
 
 
 class ContainerSandbox:
@@ -105,39 +107,46 @@ class ContainerSandbox:
     # ---- as agents do today ----
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
-        """One exec of the engine: make it, start it, read it to its end, ask how it ended.
+        """One exec of the engine: make it, start it, read it to its end, ask how it ended; all of it by one deadline.
 
-        Past its deadline the caller is told; the engine has no way to end what it started, so that goes on inside.
+        Past that the caller is told; the engine has no way to end what it started, so that goes on inside.
         """
-        facts = self._facts
-        body = {"AttachStdout": True, "AttachStderr": True, "Cmd": list(argv), "User": self._user, "WorkingDir": facts.workdir,
-                "Env": [f"PATH={facts.path}", f"HOME={facts.home}", f"USER={facts.user}"]}  # fmt: skip
         began = time.perf_counter()
-        made = await self._exec("POST", f"/containers/{self.container}/exec", body)
         output: dict[bool, _Kept] = {True: _Kept(), False: _Kept()}
         try:
-            async with asyncio.timeout(timeout_s):
-                stream = await self._exec_stream(f"/exec/{made['Id']}/start")
-                await _read_out(stream, output)
-        except TimeoutError:
-            code: int | None = None
+            code = await by_deadline(self._run_exec(argv, output), timeout_s, self.id, self._wait_answer)
         except Refused as exc:  # newer engines say so, older ones in the output
-            return _not_started(exc.words, time.perf_counter() - began)
-        else:
-            code = (await self._exec("GET", f"/exec/{made['Id']}/json"))["ExitCode"]
+            return self._not_started(exc.words, time.perf_counter() - began)
         trip = time.perf_counter() - began
         result = CommandResult(
             code if code is not None else TIMEOUT_EXIT_CODE,
             bytes(output[True].data),
             bytes(output[False].data),
-            "timeout" if code is None else "signaled" if code > SIGNAL_EXIT_BASE else "exited",
+            "timeout" if code is None else "exited",
             round_trip_s=trip,
             dropped_stdout=output[True].dropped,
             dropped_stderr=output[False].dropped,
         )
         if code in (126, 127) and b"OCI runtime exec failed" in result.stdout + result.stderr:
-            return _not_started((result.stdout + result.stderr).decode(errors="replace"), trip)
+            return self._not_started((result.stdout + result.stderr).decode(errors="replace"), trip)
         return result
+
+    async def _run_exec(self, argv: Sequence[str], output: Mapping[bool, _Kept]) -> int:
+        facts = self._facts
+        body = {"AttachStdout": True, "AttachStderr": True, "Cmd": list(argv), "User": self._user, "WorkingDir": facts.workdir,
+                "Env": [f"PATH={facts.path}", f"HOME={facts.home}", f"USER={facts.user}"]}  # fmt: skip
+        made = await self._exec("POST", f"/containers/{self.container}/exec", body)
+        await _read_out(await self._exec_stream(f"/exec/{made['Id']}/start"), output)
+        while (told := await self._exec("GET", f"/exec/{made['Id']}/json"))["Running"]:
+            await asyncio.sleep(_LOOK_S)  # it has closed its output and goes on: nobody will be told of its end
+        return int(told["ExitCode"])
+
+    async def _wait_answer(self) -> None:
+        """Of the engine, to the shortest question that it knows."""
+        try:
+            await self._api.ask("GET", "/_ping")
+        except (Refused, BackendError) as exc:
+            raise BackendError(self.id, str(exc)) from exc
 
     async def _exec(self, method: str, target: str, body: Mapping[str, object] | None = None) -> Any:
         try:
@@ -152,8 +161,19 @@ class ContainerSandbox:
     async def _exec_stream(self, target: str) -> Upgraded:
         try:
             return await self._api.upgrade(target, {"Detach": False, "Tty": False})
+        except Refused as exc:
+            if exc.status in (404, 409):
+                raise SandboxLost(self.id, f"the engine runs it no more: {exc.words}") from exc
+            raise
         except BackendError as exc:
             raise BackendError(self.id, exc.message) from exc
+
+    def _not_started(self, words: str, trip_s: float) -> CommandResult:
+        """When it is for the command's sake: a result, as the held channel has it."""
+        code = code_of_unstarted(words)
+        if code is None:
+            raise SpawnFailed(self.id, f"the command was not started: {words.strip()}")
+        return CommandResult(code, b"", words.strip().encode() + b"\n", round_trip_s=trip_s)
 
     # ---- while it lives ----
 
@@ -253,12 +273,6 @@ async def _read_out(stream: Upgraded, output: Mapping[bool, _Kept]) -> None:
             for is_output, piece in pieces.feed(data):
                 output[is_output].add(piece)
             data = await loop.sock_recv(sock, 1 << 16)
-
-
-def _not_started(words: str, trip_s: float) -> CommandResult:
-    """As the held channel has it: 127 for what is not there, 126 for what cannot be executed."""
-    is_missing = "not found" in words or "no such file" in words
-    return CommandResult(127 if is_missing else 126, b"", words.strip().encode() + b"\n", round_trip_s=trip_s)
 
 
 def _remedy(words: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import subprocess
 import time
@@ -13,8 +14,8 @@ from typing import Any
 
 from untax._remove import remove_tree
 from untax.channel.stream import SocketStream
-from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, UsageError
-from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
+from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SpawnFailed, UsageError
+from untax.core.result import TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.root import Root
 from untax.core.spec import Limits
 from untax.core.substrate import Facts, Unenforced
@@ -24,11 +25,16 @@ from untax.substrates._gvisor_live import RememberedSandbox, put_down
 from untax.substrates._gvisor_memory import MemoryGuard
 from untax.substrates._gvisor_runsc import Runsc, Started, in_words
 from untax.substrates._host import wait_exit
+from untax.substrates._incumbent import by_deadline, code_of_unstarted
 
 _ROOM = 1 << 20  # a stream window, as the launcher gives its sockets
 _OUTPUT_MAX = 1 << 20  # of the incumbent path, for each stream: as the held channel's default
 _DESTROY_PATIENCE_S = 10.0
 _CALL_S = 20.0
+_FAILED = 128  # what runsc ends with when it is runsc that failed; a command may exit so too
+_OF_RUNSC = re.compile(
+    rb"^(?:loading|parsing process spec|executing processes for container|waiting on pid).*\n?\Z", re.MULTILINE
+)  # its last line then
 
 
 class GvisorSandbox:
@@ -133,29 +139,32 @@ class GvisorSandbox:
         words = ["exec", f"--user={user}:{user}", f"--cwd={facts.workdir}"]
         words += [f"--env={name}={value}" for name, value in (("PATH", facts.path), ("HOME", facts.home), ("USER", facts.user))]
         began = time.perf_counter()
-        kept, dropped, is_late = (bytearray(), bytearray()), [0, 0], False
-        with contextlib.ExitStack() as ours:
-            process, readers = await _started(ours, self._runsc.argv(*words, self.id, *argv))
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await asyncio.gather(*(_read(reader, kept[i], dropped, i) for i, reader in enumerate(readers)))
-            except BaseException as exc:
-                process.kill()
-                if not isinstance(exc, TimeoutError):
-                    raise
-                is_late = True
-            finally:
-                await wait_exit(process, _CALL_S, process.kill)
+        kept, dropped = (bytearray(), bytearray()), [0, 0]
+        ending = _run(self._runsc.argv(*words, self.id, *argv), kept, dropped)
+        code = await by_deadline(ending, timeout_s, self.id, lambda: self._told("ps"))
         trip = time.perf_counter() - began
-        code = TIMEOUT_EXIT_CODE if is_late else process.returncode or 0
-        said = bytes(kept[1])
-        if code == SIGNAL_EXIT_BASE:  # runsc's own: it did not come to a process
-            if self._is_gone or self._started.ended.is_set() or b"loading sandbox" in said or b"loading container" in said:
-                raise SandboxLost(self.id, in_words(said))
-            is_missing = b"no such file" in said or b"not found" in said
-            return CommandResult(127 if is_missing else 126, b"", in_words(said).encode() + b"\n", round_trip_s=trip)
-        outcome: Any = "timeout" if is_late else "signaled" if code > SIGNAL_EXIT_BASE else "exited"
-        return CommandResult(code, bytes(kept[0]), said, outcome, round_trip_s=trip, dropped_stdout=dropped[0], dropped_stderr=dropped[1])
+        if code is not None and code < 0:
+            raise BackendError(self.id, f"runsc exec was ended by signal {-code}")
+        if code == _FAILED and (own := _OF_RUNSC.search(kept[1])):
+            return self._not_started(in_words(own[0]), trip)
+        return CommandResult(
+            TIMEOUT_EXIT_CODE if code is None else code,
+            bytes(kept[0]),
+            bytes(kept[1]),
+            "timeout" if code is None else "exited",
+            round_trip_s=trip,
+            dropped_stdout=dropped[0],
+            dropped_stderr=dropped[1],
+        )
+
+    def _not_started(self, words: str, trip_s: float) -> CommandResult:
+        """When it is for the command's sake: a result, as the held channel has it."""
+        if self._is_gone or self._started.ended.is_set() or words.startswith("loading"):
+            raise SandboxLost(self.id, words)
+        code = code_of_unstarted(words)
+        if code is None:
+            raise (SpawnFailed if "executing processes" in words else BackendError)(self.id, f"runsc exec: {words}")
+        return CommandResult(code, b"", words.encode() + b"\n", round_trip_s=trip_s)
 
     # ---- while it lives ----
 
@@ -215,6 +224,20 @@ class GvisorSandbox:
         self._runsc.forget(self.id)
         remove_tree(self._place)
         return self._group.remove()
+
+
+async def _run(argv: Sequence[str], kept: Sequence[bytearray], dropped: list[int]) -> int:
+    """To its end, or to the caller's: it does not outlive this."""
+    with contextlib.ExitStack() as ours:
+        process, readers = await _started(ours, argv)
+        try:
+            await asyncio.gather(*(_read(reader, kept[i], dropped, i) for i, reader in enumerate(readers)))
+            await wait_exit(process, _CALL_S, process.kill)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await wait_exit(process, _CALL_S, process.kill)
+    return process.returncode
 
 
 async def _started(ours: contextlib.ExitStack, argv: Sequence[str]) -> tuple[subprocess.Popen[bytes], list[asyncio.StreamReader]]:

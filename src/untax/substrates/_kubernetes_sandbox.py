@@ -22,6 +22,7 @@ from untax.core.errors import (
 from untax.core.result import TIMEOUT_EXIT_CODE, CommandResult
 from untax.core.span import now_ns
 from untax.core.substrate import Facts, Unenforced
+from untax.substrates._incumbent import by_deadline, code_of_unstarted
 from untax.substrates._kubernetes_api import Api, ApiError, path_of
 from untax.substrates._kubernetes_exec import Exec, exit_code_of
 from untax.substrates._kubernetes_pod import CELL, CONTAINER, HELD_NAME, HOME, WORKDIR
@@ -122,6 +123,10 @@ class PodSandbox:
     @property
     def control_plane_ns(self) -> int:
         return self.timeline.control_plane_ns
+
+    @property
+    def detail(self) -> Mapping[str, Any]:
+        return {"start_parts_ns": self.timeline.parts_ns()}
 
     async def wait_ready(self) -> None:
         await self._wait_state(lambda: self._is_started)
@@ -247,6 +252,24 @@ class PodSandbox:
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
         """One exec of its own, as `kubectl exec`. At its deadline the answer comes; Kubernetes has no way to end the process."""
         out, err = _Capped(), _Capped()
+        start = now_ns()
+        try:
+            status = await by_deadline(self._run_exec(argv, out, err), timeout_s, self.id, self._wait_answer)
+        except BackendError as exc:
+            raise self._lost_or(exc) from exc
+        code = TIMEOUT_EXIT_CODE if status is None else self._code(status, err)
+        return CommandResult(
+            code,
+            out.data,
+            err.data,
+            "timeout" if status is None else "exited",
+            round_trip_s=(now_ns() - start) / 1e9,
+            dropped_stdout=out.dropped,
+            dropped_stderr=err.dropped,
+        )
+
+    async def _run_exec(self, argv: Sequence[str], out: _Capped, err: _Capped) -> Mapping[str, Any]:
+        """The pod's word on how it ended."""
         ended: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
 
         def end(status: Mapping[str, Any] | None, exc: Exception | None) -> None:
@@ -257,46 +280,27 @@ class PodSandbox:
             else:
                 ended.set_exception(exc or BackendError(self.id, "the exec ended without a word"))
 
-        start = now_ns()
-        stream: Exec | None = None
+        stream = await self._exec(argv, stdin=False, on_out=out.add, on_err=err.add, on_end=end)
         try:
-            async with asyncio.timeout(timeout_s):
-                stream = await self._exec(argv, stdin=False, on_out=out.add, on_err=err.add, on_end=end)
-                status = await ended
-        except TimeoutError:
-            return CommandResult(
-                TIMEOUT_EXIT_CODE,
-                out.data,
-                err.data,
-                "timeout",
-                round_trip_s=(now_ns() - start) / 1e9,
-                dropped_stdout=out.dropped,
-                dropped_stderr=err.dropped,
-            )
-        except OSError as exc:
-            raise self._lost_or(BackendError(self.id, f"the exec's connection broke: {exc.strerror or exc}")) from exc
-        except BackendError as exc:
-            raise self._lost_or(exc) from exc
+            return await ended
         finally:
-            if stream is not None:
-                stream.close()
-        code = exit_code_of(dict(status))
-        if code is None:
-            code, said = self._not_started(str(status.get("message", "")))
-            err.add(said.encode())
-        return CommandResult(
-            code, out.data, err.data, round_trip_s=(now_ns() - start) / 1e9, dropped_stdout=out.dropped, dropped_stderr=err.dropped
-        )
+            stream.close()
+
+    async def _wait_answer(self) -> None:
+        """Of the pod's node, by opening another exec: a GET of the pod the API server answers by itself, also for a node that hangs."""
+        (await self._exec([CELL], stdin=False, on_out=lambda _: None)).close()
 
     def _lost_or(self, exc: BackendError) -> SubstrateError:
         return SandboxLost(self.id, self._condition.reason) if self._condition.state == "lost" else exc
 
-    def _not_started(self, message: str) -> tuple[int, str]:
-        """What a runtime says about a command that it could not start, as a shell would put it."""
-        if "executable file not found" in message or "no such file or directory" in message:
-            return 127, message
-        if "permission denied" in message or "exec format error" in message or "is a directory" in message:
-            return 126, message
+    def _code(self, status: Mapping[str, Any], err: _Capped) -> int:
+        """The command's; of one that could not be started, as a shell would put what the runtime says about it."""
+        if (code := exit_code_of(dict(status))) is not None:
+            return code
+        message = str(status.get("message", ""))
+        if (code := code_of_unstarted(message)) is not None:
+            err.add(message.encode())
+            return code
         if self._condition.state == "lost":
             raise SandboxLost(self.id, self._condition.reason)
         raise SpawnFailed(self.id, f"the command was not started: {message}")

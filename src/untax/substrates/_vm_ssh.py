@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shlex
 import socket
 import subprocess
 import tempfile
@@ -20,11 +19,12 @@ from untax.channel import actions, flow
 from untax.channel.client import Channel
 from untax.channel.process import Connection, Process
 from untax.channel.stream import SocketStream
-from untax.core.errors import SandboxLost, SpawnFailed, SubstrateUnavailable, UntaxError
-from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
+from untax.core.errors import BackendError, SandboxLost, SpawnFailed, SubstrateError, SubstrateUnavailable, UntaxError
+from untax.core.result import CommandResult
 from untax.core.substrate import Facts, Unenforced
-from untax.substrates import _ssh_client as client
+from untax.substrates._incumbent import ANSWER_S
 from untax.substrates._ssh_client import Address
+from untax.substrates._ssh_once import run_once
 from untax.substrates._vm_machines import Started
 from untax.substrates._vm_sandbox import Birth, VmSandbox
 
@@ -53,16 +53,20 @@ class VmSshSandbox(VmSandbox):
         self._way: asyncio.Task[_Way] | None = None
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
-        way = await self._way_in()
-        command = f"cd {shlex.quote(self._facts.workdir)} && exec {client.quoted(argv)}"
+        """One fresh `ssh`. The way in, which the first one opens, is part of its time and not of its round trip."""
         began = time.perf_counter()
         try:
-            code, out, err = await client.run(way.address, _CONNECT_S, command, timeout_s=timeout_s)
+            async with asyncio.timeout(timeout_s):
+                way = await self._way_in()
         except TimeoutError:
-            return CommandResult(TIMEOUT_EXIT_CODE, b"", b"", "timeout", round_trip_s=time.perf_counter() - began)
-        if code == client.FAILED and way.channel.is_lost:
-            raise SandboxLost(self.id, way.channel.lost_reason or "its machine is gone")
-        return CommandResult(code, out, err, "signaled" if code > SIGNAL_EXIT_BASE else "exited", round_trip_s=time.perf_counter() - began)
+            raise BackendError(self.id, f"the sshd inside was not up within {timeout_s:g} s; allow more") from None
+        left_s = timeout_s - (time.perf_counter() - began)
+        try:
+            return await run_once(self.id, way.address, _CONNECT_S, self._facts.workdir, argv, timeout_s=left_s, ask=way.wait_answer)
+        except SubstrateError as exc:
+            if way.channel.is_lost:
+                raise SandboxLost(self.id, way.channel.lost_reason or "its machine is gone") from exc
+            raise
 
     async def _way_in(self) -> _Way:
         if self._way is None or (self._way.done() and not self._way.cancelled() and self._way.exception() is not None):
@@ -116,6 +120,10 @@ class _Way:
             keys.cleanup()
             raise
         return cls(channel, sshd, server, Address("127.0.0.1", user, port, str(here / "login"), str(here / "known")), keys)
+
+    async def wait_answer(self) -> None:
+        """Of the cell inside, which is there as long as its machine goes on."""
+        await self.channel.call(actions.ping(timeout_s=ANSWER_S - 1))
 
     def close(self) -> None:
         self._server.close()

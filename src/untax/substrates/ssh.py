@@ -18,7 +18,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -26,13 +25,23 @@ from typing import Protocol, runtime_checkable
 from untax._remove import remove_tree
 from untax.channel.client import READY_TIMEOUT_S
 from untax.channel.stream import SocketStream
-from untax.core.errors import BackendError, CreateError, DestroyError, ReadinessTimeout, SandboxLost, SubstrateUnavailable, UsageError
-from untax.core.result import SIGNAL_EXIT_BASE, TIMEOUT_EXIT_CODE, CommandResult
+from untax.core.errors import (
+    BackendError,
+    CreateError,
+    DestroyError,
+    ReadinessTimeout,
+    SandboxLost,
+    SubstrateError,
+    SubstrateUnavailable,
+    UsageError,
+)
+from untax.core.result import CommandResult
 from untax.core.spec import EnvSpec, require_duration
 from untax.core.substrate import Facts, Typical, Unenforced
 from untax.substrates import _ssh_client as client
 from untax.substrates._host import Holding, cell_missing_reason, cell_path, chosen_state_dir, ensure_private_dir, sweep, wait_exit
 from untax.substrates._ssh_client import Address
+from untax.substrates._ssh_once import run_once
 
 log = logging.getLogger("untax.ssh")
 
@@ -359,15 +368,20 @@ class SshSandbox:
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
         """One fresh `ssh`: connect, agree on keys, log in, run, leave."""
-        command = f"cd {shlex.quote(self._directory)} && exec {client.quoted(argv)}"
-        began = time.perf_counter()
         try:
-            code, out, err = await client.run(self._address, self._remote.connect_s, command, timeout_s=timeout_s)
-        except TimeoutError:
-            return CommandResult(TIMEOUT_EXIT_CODE, b"", b"", "timeout", round_trip_s=time.perf_counter() - began)
-        if code == client.FAILED and (self._process is None or self._process.poll() is not None):
-            raise SandboxLost(self.id, str(client.failure(self.id, self._address, err.decode(errors="replace").strip())))
-        return CommandResult(code, out, err, "signaled" if code > SIGNAL_EXIT_BASE else "exited", round_trip_s=time.perf_counter() - began)
+            return await run_once(
+                self.id, self._address, self._remote.connect_s, self._directory, argv, timeout_s=timeout_s, ask=self._wait_answer
+            )
+        except SubstrateError as exc:
+            if self._process is None or self._process.poll() is not None:
+                raise SandboxLost(self.id, exc.message) from exc
+            raise
+
+    async def _wait_answer(self) -> None:
+        """Of the machine, to another login: only ssh knows the way there."""
+        code, _, err = await client.run(self._address, self._remote.connect_s, "exec true")
+        if code == client.FAILED:
+            raise client.failure(self.id, self._address, err[-1000:].decode(errors="replace").strip())
 
     async def destroy(self) -> None:
         await self._end_session()

@@ -156,6 +156,19 @@ class VmSubstrate:
         probe = self._looked()
         return probe is None or not probe.works
 
+    def boundary_trouble(self) -> str | None:
+        """Why its machines have no boundary that may be claimed here, with the remedy; None when they have. Blocks, the first time for seconds,
+        unless it is started.
+        """
+        if self._machines is not None:
+            is_emulated = self._machines.host.accel == "tcg"
+        else:
+            is_emulated = self._accel == "tcg" or ((probe := self._looked()) is not None and not probe.works)
+        if not is_emulated:
+            return None
+        who = "accel='tcg' only emulates machines" if self._accel == "tcg" else "this host only emulates machines"
+        return f"{who}, and QEMU's authors promise no boundary for that; {_EMULATED.remedy}"
+
     def _looked(self) -> Probed | None:
         """What is known of KVM here; None when there is nothing to find out with."""
         qemu, kernel = qemu_path(self._qemu), find_kernel(self._kernel)

@@ -16,6 +16,7 @@ from tests.variants import socket_of
 
 import untax
 from untax import substrates
+from untax.substrates._incumbent import ANSWER_S as ASKED_S
 
 SPEC = untax.EnvSpec(image=f"dir:{small_directory()}", isolation="container")
 ANSWER_S = 3.0  # an engine on a busy machine takes a second
@@ -84,6 +85,24 @@ async def _left_quarantine(engine) -> bool:
         while engine.quarantined:
             await asyncio.sleep(0.1)
     return True
+
+
+async def test_x18_a_frozen_engine_is_never_taken_for_a_slow_command(daemon, tmp_path):
+    """On the incumbent path, frozen before an exec or under one: by its deadline and the time of one question. A command that is slow is so told."""
+    pid, options = daemon
+    patient = {**options, "answer_s": 60}  # the deadline is the exec's, and not the engine's for each answer
+    async with untax.Engine("container", state_dir=tmp_path / "state", **patient) as engine, engine.lease(SPEC) as box:
+        slow = await box.sandbox.run_incumbent(["sleep", "20"], timeout_s=1)
+        assert (slow.outcome, slow.exit_code) == ("timeout", 124)
+        under = asyncio.create_task(
+            within(2 + ASKED_S + 1.5, box.sandbox.run_incumbent(["sh", "-c", "touch begun; sleep 20"], timeout_s=2))
+        )
+        await box.shell("until [ -e begun ]; do sleep 0.02; done", timeout_s=20)
+        with stopped(pid):
+            before = await within(1 + ASKED_S + 1.5, box.sandbox.run_incumbent(["true"], timeout_s=1))
+            assert {type(before), type(await under)} == {untax.BackendError}
+        back = await box.sandbox.run_incumbent(["echo", "back"], timeout_s=20)
+        assert (back.exit_code, back.text) == (0, "back\n")
 
 
 @contextlib.asynccontextmanager
