@@ -377,7 +377,9 @@ class Incumbent(Protocol):
     """A sandbox that can also run a command the way its users do today, one exec at a time."""
 
     async def run_incumbent(self, argv: Sequence[str], *, timeout_s: float) -> CommandResult:
-        """Run `argv` without a shell. Raise `SandboxLost` only when the sandbox itself is gone."""
+        """Run `argv` without a shell. `timeout` is a command that takes too long on a backend that answers; one that does not answer is a
+        `BackendError`, soon after the deadline. Raise `SandboxLost` only when the sandbox itself is gone.
+        """
 
 
 @runtime_checkable
