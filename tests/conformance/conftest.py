@@ -31,22 +31,28 @@ HOSTED = Variant("namespace", is_hosted=True)
 FLEET = Variant("namespace", is_fleet=True)
 FLEET_TLS = Variant("namespace", is_fleet=True, is_afar=True)
 PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:modal"), Variant("hosted:untax")]
-ALL = {path.stem for path in Path(__file__).parent.glob("test_*.py")}
+# Bad input is refused before anything is sent, and the network goes through the channel as everything does.
+MOST = {path.stem for path in Path(__file__).parent.glob("test_*.py")} - {"test_bad_input", "test_network"}
+FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 MODULES = {
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
     "hosted": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams", "test_trees"},
     "fleet": {"test_lifecycle", "test_snapshots", "test_stages"},
-    "fleet-tls": ALL - {"test_bad_input"},  # refused before anything is sent
+    "fleet-tls": MOST | {"test_network"},
+    "container-podman": MOST,
     "container-docker-runsc": {"test_sessions", "test_streams"},
+    "gvisor": MOST,
     "hosted:daytona": {"test_commands", "test_lifecycle", "test_streams"},
     "hosted:e2b": {"test_commands", "test_lifecycle", "test_streams"},
     "hosted:modal": {"test_commands", "test_lifecycle", "test_streams"},
     "hosted:untax": {"test_commands", "test_environment", "test_lifecycle", "test_network", "test_streams"},
-    "vm": ALL - {"test_bad_input", "test_network"},  # a pip that is emulated takes a minute
+    "kubernetes": MOST,
+    "ssh": MOST,
+    "vm": FEW,  # emulated
 }
-# As an ordinary user: that a fleet can be one's at all. What its sandboxes can do is what a served engine's can.
-ORDINARY = {"fleet": set(), "fleet-tls": {"test_lifecycle"}}
+# As an ordinary user: that a fleet can be one's at all. What its sandboxes can do is what a served engine's can; what others' can is asked as root.
+ORDINARY = {"fleet": set(), "fleet-tls": {"test_lifecycle"}, "container-podman": FEW, "gvisor": FEW, "ssh": FEW}
 
 
 @pytest.hookimpl
