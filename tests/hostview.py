@@ -82,8 +82,9 @@ def below(root: int) -> list[Seen]:
 
 
 def agents(root: int | None = None) -> list[Seen]:
-    """The agents (PID 1 inside) of every sandbox that somebody has or had below `root`, or below this process."""
-    return [p for p in below(root if root is not None else os.getpid()) if p.is_init and not p.is_parked and p.state != "Z"]
+    """The agents (PID 1 inside) of every sandbox that somebody has or had below `root`, or below this process. `tests.sshd` is one too, and none of ours."""
+    found = below(root if root is not None else os.getpid())
+    return [p for p in found if p.is_init and not p.is_parked and p.state != "Z" and p.comm != "sshd"]
 
 
 def parked(root: int | None = None) -> list[Seen]:
