@@ -93,7 +93,7 @@ async def strace(pid: int, *expressions: str):
             stderr=asyncio.subprocess.PIPE,
         )
         try:
-            await asyncio.to_thread(hostview.eventually, lambda: is_traced(pid) or tracer.returncode is not None, 5)
+            await asyncio.to_thread(hostview.eventually, lambda: is_traced(pid) or tracer.returncode is not None, 30)
             # One that makes things ahead of need may be struck as soon as it is traced, and its tracer ends with it.
             if tracer.returncode is not None and not hostview.wait_gone(pid, 0):
                 pytest.skip(f"strace: {(await tracer.stderr.read()).decode()[-200:]}")

@@ -83,6 +83,7 @@ async def test_x9_x13_a_working_directory_that_the_kernel_fails_is_no_result(sta
     if shutil.which("strace") is None:
         pytest.skip("needs strace")
     async with untax.Engine("namespace", state_dir=state, limits="warn") as engine, engine.lease() as box:
+        await box.run(["true"])  # it has its name by now
         (worker,) = [one for one in hostview.below(box._sandbox.agent_pid) if one.comm == "cell-worker"]
         async with strace(worker.pid, f"inject=chdir:error={error}") as struck:
             async with asyncio.timeout(20):
