@@ -116,6 +116,20 @@ def test_a_shell_is_a_terminal_that_gives_its_exit_code(on_process):
     assert b"33 101" in said
 
 
+def test_a_shell_whose_terminal_is_closed_leaves_nothing(on_process, process_state):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["PYTHONPATH"] = PATHS
+        os.execv(sys.executable, command("shell", *on_process))
+    said = b""
+    while b"$ " not in said and b"# " not in said:
+        said += os.read(terminal, 65536)
+    os.close(terminal)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    assert list((process_state / "process").glob("engine-*")) == []
+
+
 def test_doctor_says_what_can_be_used(process_state):
     done = untax("doctor", "--json", "--state-dir", str(process_state))
     document = json.loads(done.stdout)

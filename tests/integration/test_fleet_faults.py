@@ -148,6 +148,33 @@ async def test_a_drained_node_gets_no_more_leases_and_goes_when_its_last_is_over
     await asyncio.to_thread(cluster.kill, joined)
 
 
+def begins_late(keeper):
+    """Agents have not been begun for a while when their nodes are known already."""
+    clear = keeper._clear
+
+    async def late(node):
+        await asyncio.sleep(2)
+        await clear(node)
+
+    keeper._clear = late
+
+
+async def test_a_node_that_is_drained_before_its_agent_is_there_does_not_come_in_with_it(fleet, cluster):
+    await fleet._keeper.__ray_call__.remote(begins_late)
+    joined = await asyncio.to_thread(cluster.add)
+    while said := await fleet._asked(fleet._keeper.drain.remote(joined[:12])):
+        assert "no node is named" in said
+        await asyncio.sleep(0.02)
+    while not await fleet._keeper.__ray_call__.remote(lambda self: self._nodes[joined].tending.done()):
+        await asyncio.sleep(0.05)
+    await fleet._keeper.__ray_call__.remote(lambda self: delattr(self, "_clear"))
+    known = await fleet._keeper.__ray_call__.remote(lambda self: (self._nodes[joined].member, self._nodes[joined].refused))
+    assert known == (None, "it was drained")
+    with pytest.raises(ValueError):
+        await agent(fleet, joined, os.getpid)
+    await asyncio.to_thread(cluster.kill, joined)
+
+
 # ---- who keeps it ----
 
 

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Self
 
 
 class Interrupts:
@@ -22,14 +21,14 @@ class Interrupts:
         return 128 + (self._number or signal.SIGINT)
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[Self]:
+    def taken(self) -> Iterator[None]:
         numbers: list[signal.Signals] = []
         if threading.current_thread() is threading.main_thread():  # nobody else may have handlers
             numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
         for number in numbers:
             signal.signal(number, self._interrupt)
         try:
-            yield self
+            yield
         finally:
             for number in numbers:
                 signal.signal(number, signal.SIG_DFL)

@@ -83,6 +83,18 @@ async def test_the_next_leases_node_is_found_once_it_is_quiet_and_not_at_every_w
         assert fleet.placing.views.foreseen(found[-1]) is not None
 
 
+async def test_the_node_that_the_next_lease_is_likely_to_go_to_is_woken_and_no_other(tmp_path, monkeypatch):
+    woken = []
+    async with nodes(tmp_path) as fleet:
+        fleet.placing.stir()  # nothing was asked for yet
+        await (await fleet.lease()).release()
+        await until(lambda: fleet.placing.views.foreseen(fleet.placing._last))
+        for name, engine in fleet.engines.items():
+            monkeypatch.setattr(engine, "stir", lambda name=name: woken.append(name))
+        fleet.placing.stir()
+        assert woken == [fleet.placing.views.foreseen(fleet.placing._last).node]
+
+
 async def test_without_a_reason_for_another_it_is_the_callers_own_node(tmp_path):
     async with nodes(tmp_path, here="c") as fleet:
         for node in "abc":  # on a busy machine a way may seem long, which is a reason
