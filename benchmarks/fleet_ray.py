@@ -1,7 +1,7 @@
 """A fleet of four Ray nodes on this machine beside embedded engines: what the way to another node costs, and whether four agents serve what four engines do.
 
-Actions go to a sandbox of another node over TLS, in turns with the same on an embedded engine's. Warm leases are hits, as in `warm_lease`; every call that
-this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet with a client on each node, as a
+Actions go to a sandbox of another node over TLS, in turns with the same on an embedded engine's. Warm leases are hits, as in `warm_lease`, one after the other as a worker has them, and once more such that each is
+asked for; every call that this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet with a client on each node, as a
 trainer's workers are, from four `untax serve` with a client each, and from four engines in the clients' own processes; in turns, several times. Once more from the
 fleet with all clients on its head's node, so that most leases and their actions go over TLS.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import untax
 from benchmarks import _measure
 from benchmarks._measure import Row
-from benchmarks.served import POOL, _alternating, warm_leases
+from benchmarks.served import NOT_AHEAD_S, POOL, _alternating, warm_leases
 from untax.cluster.fleet import Fleet
 
 ACTION_MS, LEASE_MS = 0.3, 1.0  # issue 9: ≤ embedded + this at p50
@@ -99,11 +99,19 @@ async def _leases(count: int, fleet: Fleet, engine: untax.Engine) -> list[Row]:
     calls: list[str] = []
     with _counted(calls):
         ours, embedded, kinds = await warm_leases(count, fleet, engine, spec)
+        single, beside, asked = await warm_leases(count, fleet, engine, spec, ttl_s=NOT_AHEAD_S)
     note = f"native: embedded; hits: {kinds}; calls to Ray: {len(calls)}"
     return [
         _row("warm lease through the fleet", ours, embedded, LEASE_MS, note),
+        _measure.compare("  where each is asked for", "namespace", single, beside, note=f"native: embedded; hits: {asked}"),
         _measure.number(
-            "calls to Ray meanwhile", "namespace", float(len(calls)), "", budget="none", holds=not calls, note=f"in {len(ours)} leases"
+            "calls to Ray meanwhile",
+            "namespace",
+            float(len(calls)),
+            "",
+            budget="none",
+            holds=not calls,
+            note=f"in {len(ours) + len(single)} leases",
         ),
     ]
 

@@ -284,6 +284,10 @@ class AutoEngine(Engine):
         self._told = told
         return [pooling for engine in self._running for pooling in engine.watch_pools(told)]
 
+    def has_idle(self, request: Request) -> bool:
+        chosen = self._candidates.choose(request.spec).substrate
+        return any(engine.has_idle(request) for engine in self._running if engine.substrate.name == chosen)
+
     def foresee(self, spec: EnvSpec) -> None:
         """Nothing: which engine serves it is found out when it comes."""
 

@@ -297,10 +297,14 @@ class Box(ABC):
 
     async def release(self) -> None:
         """Give the sandbox up. Returns when it is gone; safe to call twice."""
+        await self._engine.finish(self._begin_release())
+
+    def _begin_release(self) -> asyncio.Task[None]:
+        """As `release`, for who has something else to do until then."""
         if self._ending is None:
             self._blameless = True
             self._ending = self._engine.chore(self._end("the box was released"))
-        await self._engine.finish(self._ending)
+        return self._ending
 
     def _expire(self) -> None:
         if self._ending is None:
@@ -315,6 +319,8 @@ class Box(ABC):
         ledger = self._ledger
         watch = Stopwatch(self._clock)
         ledger.released(watch.last_ns)
+        if (ledger.held_ns or ledger.start_ns) <= (released_ns := ledger.released_ns or 0) < watch.last_ns:
+            watch.last_ns = released_ns  # its holder is in another process: the word of it was on its way
         self._over = self._over or reason
         if self._expiry is not None:
             self._expiry.cancel()

@@ -78,6 +78,8 @@ class Engine(Leasing):
     """
 
     box_class: type[Tenancy] = Tenancy
+    on_short: Callable[[], object] | None = None
+    """Told when a lease has to wait for room; must be cheap."""
 
     def __new__(cls, substrate: str | Substrate = "namespace", **options: Any) -> Self:
         del options
@@ -235,6 +237,10 @@ class Engine(Leasing):
         """Why this lease would have to wait for the end of another, in words; None when it would not."""
         self._check_running()
         return self.pooling.trouble(request)
+
+    def has_idle(self, request: Request) -> bool:
+        """Whether a lease of this would be given one that is idle with everything in place, at once."""
+        return self._state == "running" and self.pooling.has_idle(request)
 
     def foresee(self, spec: EnvSpec) -> None:
         """A lease of this may be asked for any moment. Promises nothing, and costs next to nothing when none is."""

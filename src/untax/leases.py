@@ -90,7 +90,10 @@ class Choosing(Protocol):
 
 def usual_isolation(offer: Offer) -> str:
     """What is meant where nothing is said: the substrate's own, and with several to choose from what a spec has by itself."""
-    return offer.default_spec().isolation if isinstance(offer, Choosing) else offer.isolation
+    choosing: Callable[[], EnvSpec] | None = getattr(
+        offer, "default_spec", None
+    )  # to ask whether it is `Choosing` takes longer than all the rest of a lease's checks
+    return choosing().isolation if choosing is not None else offer.isolation
 
 
 @functools.cache

@@ -91,12 +91,19 @@ class Pooling:
         asked = Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
         if request.on_asked is not None:
             request.on_asked()
+        if self._engine.on_short is not None and min(driver.state.room) < 0:
+            self._engine.on_short()
         return asked
 
     def _begin(self, spec: EnvSpec, stages: tuple[Stage, ...], *, is_certain: bool) -> None:
         hit = self.driver.at_once(stages, spec.limits.memory_mib)
         if hit is not None:
             hit.begin(spec, asyncio.get_running_loop().time(), is_certain=is_certain)
+
+    def has_idle(self, request: Request) -> bool:
+        """Whether one is idle with everything in place, and nobody waits before who asks for it now."""
+        stages = self._ladders.get((recipe_of(request.spec), self._engine.fixed(request.spec)))
+        return stages is not None and self.driver.at_once(stages, request.spec.limits.memory_mib) is not None
 
     def foresee(self, spec: EnvSpec) -> None:
         """A lease of this may be asked for any moment: what it would be given proves that it lives meanwhile."""

@@ -50,7 +50,8 @@ ORDINARY = Facts(workdir="/", home="/root", user="root")
 NO_IMAGE = ImageConfig()
 # Files up to this go into one frame together; larger ones each into their own.
 _BATCH_FILES, _BATCH_BYTES = 64, 256 << 10
-_FRESH_S = 0.05  # for which an answer proves that a sandbox lives
+FRESH_S = 0.05
+"""For which an answer proves that a sandbox lives."""
 
 
 def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = NO_IMAGE) -> dict[str, str]:
@@ -165,7 +166,7 @@ class Standby:
         wanted = self._wanted(spec)
         if not is_certain and wanted != self.configuration:
             return
-        if self._begun is not None and self._begun[0] == wanted and now_s < self._begun_s + _FRESH_S:
+        if self._begun is not None and self._begun[0] == wanted and now_s < self._begun_s + FRESH_S:
             return
         try:
             begun = channel.begin(self._telling(wanted))

@@ -234,6 +234,14 @@ class Tenancy(Box):
         else:
             await self._open(watch)
         self._ledger.held(watch.last_ns)
+        self.begin_term()
+
+    def begin_term(self) -> None:
+        """Its time begins now, again for one whose holder has only now got it."""
+        if self._ending is not None:
+            return
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._expiry = asyncio.get_running_loop().call_later(self._request.ttl_s, self._expire)
 
     async def abandon(self) -> None:
@@ -405,12 +413,23 @@ class Tenancy(Box):
     async def _give_back(self, reason: str) -> None:
         place = self._place
         if place is None or not await self._engine.pooling.take_back(self):
-            self._leave(reason)
-            if self._leaving:
-                await asyncio.wait(self._leaving)
+            await self._destroyed(reason)
             if place is not None:
                 self._engine.pooling.was_returned(self, place)
         self._give_ground_up()
+
+    async def _destroyed(self, reason: str) -> None:
+        """As `_leave`, with the end of everything that was parted with."""
+        self._see_off(reason)
+        self._part()
+        parting, self._parting = self._parting, None
+        if parting is not None:
+            sandbox, channel, standing = parting
+            if channel is not None:
+                channel.close()
+            await self._engine.destroy(sandbox, standing)
+        if self._leaving:
+            await asyncio.wait(self._leaving)
 
     # ---- what it can do ----
 

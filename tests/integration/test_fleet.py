@@ -47,9 +47,31 @@ async def test_an_agent_of_the_same_node_is_reached_over_its_socket_and_the_othe
 
     here = ray.get_runtime_context().get_node_id()
     assert {node.member.node_id for node in fleet._nodes.values() if node.is_here} == {here}
+    assert {node.member.node_id for node in fleet._nodes.values() if node._hand is not None} == {here}, "others give nothing ahead"
     for member in fleet.members:
         assert member.url.startswith(f"https://{member.address}:")
         assert (os.stat(member.socket).st_mode & 0o777) == 0o600
+
+
+async def test_a_workers_next_lease_is_in_its_hand_and_the_ledger_says_so(fleet):
+    """From its own node; nothing of it is left when the worker has stopped leasing."""
+    [own] = [node for node in fleet._nodes.values() if node.is_here]
+    await fleet.warm(n=8)
+    boxes = []
+    async with asyncio.timeout(30):
+        while sum("in hand" in box.ledger.placed.why for box in boxes) < 5:
+            async with fleet.lease() as box:
+                assert (await box.run(["echo", "there"])).stdout == b"there\n"
+            boxes.append(box)
+        assert {box.ledger.placed.node for box in boxes if "in hand" in box.ledger.placed.why} == {own.label}
+        assert len({box.id for box in boxes}) == len({box.ledger.rollout for box in boxes}) == len(boxes)
+        theirs = {one["rollout"]: one for one in await fleet.ledgers()}
+        assert [theirs.get(box.ledger.rollout, {}).get("placed", {}).get("why") for box in boxes] == [
+            box.ledger.placed.why for box in boxes
+        ]
+        await fleet.warm(n=0)
+        while own.has_in_hand or any(stage.leased for stage in (await fleet.pools()).stages):
+            await asyncio.sleep(0.01)
 
 
 async def test_a_handle_is_used_where_it_was_unpickled(fleet):

@@ -1,17 +1,22 @@
 """Several processes and engines on one host: they share one store, and what one client makes another can use."""
 
 import asyncio
+import json
 import os
+import sys
+import time
 from dataclasses import replace
 
 import pytest
 from tests import hostview, servers
 from tests.enginehost import engine_host
 from tests.images import small_image
-from tests.serving import serving
+from tests.serving import environment, serving
 
 import untax
+import untax.sync
 from untax import substrates
+from untax.core.account import IN_HAND
 
 SPEC = {"setup": ("echo built >made",)}
 
@@ -156,3 +161,69 @@ async def test_one_pool_serves_all_clients(served, spec):
         assert theirs["hit"]["kind"] == "exact"
         assert [name for name, _ in theirs["wanted"]] == [stage.name for stage in box.ledger.wanted]
         await one.warm(spec, 0)
+
+
+@pytest.mark.parametrize("connect", [untax.connect, untax.sync.connect])
+async def test_a_worker_that_leases_in_a_row_has_the_next_sandbox_in_hand(served, connect):
+    """Each is a fresh one with an account of its own, asynchronous and blocking, fresh or having waited; and nothing of it stays."""
+
+    def work():
+        with untax.sync.connect(served.url) as engine:
+            engine.warm(n=4)
+            boxes = []
+            for turn in range(16):
+                with engine.lease() as box:
+                    assert box.shell("test ! -e mine && echo 1 >mine && cat mine").check().stdout == b"1\n"
+                boxes.append(box)
+                time.sleep(0.06 if turn % 4 == 3 else 0)  # longer than an answer proves anything
+            return boxes, engine.ledgers()
+
+    async def worked():
+        async with untax.connect(served.url) as engine:
+            await engine.warm(n=4)
+            boxes = []
+            for turn in range(16):
+                async with engine.lease() as box:
+                    assert (await box.shell("test ! -e mine && echo 1 >mine && cat mine")).check().stdout == b"1\n"
+                boxes.append(box)
+                await asyncio.sleep(0.06 if turn % 4 == 3 else 0)
+            return boxes, await engine.ledgers()
+
+    boxes, ledgers = await worked() if connect is untax.connect else await asyncio.to_thread(work)
+
+    assert len({box.id for box in boxes}) == 16
+    assert [box.ledger.rollout for box in boxes] == [one["rollout"] for one in ledgers]
+    assert {one["verdict"] for one in ledgers} == {"trusted"}
+    in_hand = [one for one in ledgers if one["hit"]["why"] == IN_HAND]
+    assert len(in_hand) >= 4
+    for one in (*in_hand, *(json.loads(box.ledger.to_json()) for box in boxes)):
+        assert one["metrics"]["unattributed_s"] <= max(0.01 * one["metrics"]["total_s"], 100e-6)
+    async with untax.connect(served.url) as engine:
+        async with asyncio.timeout(10):
+            while (await engine.pools()).stages[-1].leased:
+                await asyncio.sleep(0.01)
+        await engine.warm(n=0)
+
+
+async def test_x33_a_client_that_is_killed_with_a_sandbox_in_hand_leaves_nothing(served):
+    program = (
+        "import asyncio, sys, time, untax\n"
+        "async def main():\n"
+        f"    async with untax.connect({served.url!r}) as engine:\n"
+        "        await engine.warm(n=4)\n"
+        "        while not engine.has_in_hand:\n"
+        "            async with engine.lease() as box: await box.run(['true'])\n"
+        "        print('in hand', flush=True); time.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    async with untax.connect(served.url) as engine:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE, env=environment())
+        assert await process.stdout.readline() == b"in hand\n"
+        before = {one["rollout"] for one in await engine.ledgers()}
+        process.kill()
+        await process.wait()
+        async with asyncio.timeout(10):
+            while (await engine.pools()).stages[-1].leased:
+                await asyncio.sleep(0.01)
+        assert {one["rollout"] for one in await engine.ledgers()} == before
+        await engine.warm(n=0)

@@ -387,6 +387,7 @@ class Fleet(Leasing):
         node.label = self._label(member)
         if node.is_here:
             self._placing.views.here = node.label
+        node.is_favoured = functools.partial(self._placing.is_favoured, node.label)
         self._placing.follow(node.label, node)
 
     def _label(self, member: Member) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from untax.remote.messages import Body
 
 TELL_S = 1.0
 """Between two times that it is told: nodes are started in minutes."""
+_CALM_S = 5.0  # the same for what changes nothing: while nobody waits for room, and it is not about who does nothing at all
 
 _READ = ("leased", "waiting", "free_sandboxes", "free_mib", "most_mib")
 
@@ -50,10 +52,18 @@ class Gauge:
         return 0.0 if self._idle_since_s is None else self._clock() - self._idle_since_s
 
     async def wait_news(self, known: Load | None) -> Load:
-        """What it is, once that is not what is known; not more often than every `TELL_S`."""
+        """What it is, once that is not what is known; not more often than every `TELL_S`, and less often what nobody acts on."""
         await asyncio.sleep(self._told_s + TELL_S - self._clock())
-        while self.load == known:
+        while self.load == known or ((left_s := self._told_s + _CALM_S - self._clock()) > 0 and not _matters(known, self.load)):
             self._changed.clear()
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(None if self.load == known else left_s):
+                    await self._changed.wait()
         self._told_s = self._clock()
         return self.load
+
+
+def _matters(known: Load | None, load: Load) -> bool:
+    if known is None or known.short or load.short:
+        return True
+    return known.is_idle != load.is_idle or (known.spare < 1) != (load.spare < 1)

@@ -34,6 +34,8 @@ class NodeEngine(RemoteEngine):
         """As ledgers and messages call the node."""
         self.on_over: Callable[[NodeEngine], object] | None = None
         """Told when it left and nothing of it is held any more."""
+        self.is_favoured: Callable[[], bool] | None = None
+        """Whether the next lease would go there again, by whoever places leases."""
         self._asking = 0
         self.is_here = is_here and member.boot_id is not None and member.boot_id == boot_id() and os.access(member.socket, os.W_OK)
         self._place: Dialler = UnixDialler(socket_path(self.url)) if self.is_here else WebDialler(_address(member, ticket))
@@ -48,6 +50,10 @@ class NodeEngine(RemoteEngine):
         return self._connection is not None and self._connection.is_connected
 
     @property
+    def wants_next(self) -> bool:
+        return self.is_usable and self.is_favoured is not None and self.is_favoured()
+
+    @property
     def load(self) -> int:
         """Leases of this client here, asked for or held."""
         return self._asking + len(self._boxes)
@@ -56,6 +62,18 @@ class NodeEngine(RemoteEngine):
         self._asking += 1
         try:
             return await super().fulfil(request, may_refuse=may_refuse, on_sent=on_sent)
+        finally:
+            self._asking -= 1
+            self._end_if_over()
+
+    @property
+    def has_in_hand(self) -> bool:
+        return self.is_usable and super().has_in_hand
+
+    async def take_in_hand(self, request: Request, asked_ns: int) -> RemoteBox | None:
+        self._asking += 1
+        try:
+            return await super().take_in_hand(request, asked_ns) if self.is_usable else None
         finally:
             self._asking -= 1
             self._end_if_over()
@@ -82,6 +100,8 @@ class NodeEngine(RemoteEngine):
             self._ending = asyncio.ensure_future(self._over())
 
     async def _over(self) -> None:
+        if self._hand is not None:
+            self._hand.close()
         if self._connection is not None:
             await self._connection.close()
         if self.on_over is not None:

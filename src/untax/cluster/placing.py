@@ -35,7 +35,7 @@ from untax.core.errors import (
 from untax.core.ledger import Placed
 from untax.core.spec import EnvSpec
 from untax.leases import Request
-from untax.pool.nodes import Ranked, is_better
+from untax.pool.nodes import Ranked, is_better, is_favoured
 from untax.remote.box import RemoteBox
 from untax.remote.engine import RemoteEngine
 
@@ -46,6 +46,7 @@ _LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slowe
 _LEAST_WAIT_S = 0.001
 _QUIET_S = 0.005  # without a word from any node or a lease: then the next one's node is found ahead, which takes nothing from anybody
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
+_IN_HAND = "in hand: given by the caller's own node with the end of the lease before it"
 _ELSEWHERE = (
     BackendError,
     CreateError,
@@ -156,13 +157,15 @@ class Placing:
         left_s = self._stirred_s + _QUIET_S - loop.time()
         if left_s > 0:
             self._foreseeing = loop.call_later(left_s, self._foresee)
-        elif not self._asked and self._last is not None:
+        elif not self._asked and self._last is not None and not ((own := self._own()) is not None and own.is_giving):
             self.views.foresee(self._last)
 
     # ---- leases ----
 
     def stir(self) -> None:
         """Wake the node that the next lease is likely to go to."""
+        if self._giver() is not None:
+            return
         best = self.views.foreseen(self._last) if self._last is not None else None
         if best is not None and (followed := self._nodes.get(best.node)) is not None:
             followed.engine.stir()
@@ -174,6 +177,8 @@ class Placing:
         failed with when none did better.
         """
         began_s = time.monotonic()
+        if (given := await self._in_hand(request)) is not None:
+            return given
         tried: dict[str, UntaxError] = {}
         while True:
             box = await self._placed(request, began_s, tried)
@@ -186,6 +191,30 @@ class Placing:
                 for node in [node for node, exc in tried.items() if isinstance(exc, LeaseRefused)]:
                     del tried[node]  # they are asked again: that may be long ago
                 tried[ended.node] = ended.why
+
+    async def _in_hand(self, request: Request) -> RemoteBox | None:
+        """What the caller's own node gave with the end of an earlier lease. It was placed there then, and nobody is asked."""
+        engine = self._giver()
+        if engine is None or not request.is_plain:
+            return None
+        box = await engine.take_in_hand(request, engine.clock())
+        if box is not None:
+            box.note(lambda ledger: setattr(ledger, "placed", Placed(str(self.views.here), _IN_HAND)))
+        return box
+
+    def _giver(self) -> RemoteEngine | None:
+        """The caller's own node, while it has given something ahead."""
+        own = self._own()
+        return own if own is not None and own.has_in_hand else None
+
+    def _own(self) -> RemoteEngine | None:
+        followed = self._nodes.get(self.views.here) if self.views.here is not None else None
+        return followed.engine if followed is not None else None
+
+    def is_favoured(self, node: str) -> bool:
+        """Whether the next lease like one that ends on this node may as well come from there."""
+        view = self.views.view(node)
+        return view is not None and is_favoured(view, self.views.all())
 
     async def _placed(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox | None:
         """On the best node that does not refuse; None when all who might have room said that they have none."""
@@ -253,8 +282,12 @@ class Placing:
             raise
         finally:
             self._asked -= 1
-        self.views.came(claim)
-        box.on_given_back = functools.partial(self._given_back, claim)
+        if claim.number is None:  # it was in hand by the time it was to be asked for: the node was asked nothing
+            self.views.failed(claim)
+            why = _IN_HAND
+        else:
+            self.views.came(claim)
+            box.on_given_back = functools.partial(self._given_back, claim)
         box.note(lambda ledger: setattr(ledger, "placed", Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))))
         asyncio.get_running_loop().call_soon(self._learn_of, request.spec, ranked.node, box)  # nobody waits for that
         return box

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,6 +197,9 @@ class Views:
         """As it is taken to be now."""
         one = self._nodes.get(node)
         return one.view if one is not None else None
+
+    def all(self) -> Iterable[NodeView]:
+        return (one.view for one in self._nodes.values())
 
     @property
     def nodes(self) -> tuple[str, ...]:

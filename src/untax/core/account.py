@@ -13,6 +13,9 @@ from untax.core.errors import ProtocolError
 from untax.core.ledger import KEPT_ACTIONS, KEPT_EGRESS, ActionRecord, EgressRecord, Ledger, Placed
 from untax.core.span import Clock
 
+IN_HAND = "in hand: given with the end of the lease before it"
+"""Why a lease was served at once, where its client had been given the sandbox ahead."""
+
 _NAME_MAX = 200
 _WORDS_MAX = 2000
 _TRIED_MAX = 64
@@ -52,7 +55,7 @@ def opened(data: Mapping[str, Any], *, asked_ns: int, shift_ns: int, clock: Cloc
     ledger.add("queue", asked_ns, began_ns)
     for name, start_ns, end_ns in parts:
         ledger.add(name, max(start_ns, asked_ns), max(end_ns, asked_ns))
-    ledger.add("ready", min(held_ns, now_ns), now_ns)
+    ledger.add("ready", max(asked_ns, min(held_ns, now_ns)), now_ns)
     ledger.held(now_ns)
     for reason in reasons:
         ledger.fault(reason)
@@ -87,8 +90,11 @@ def _placed(told: object) -> Placed | None:
     return Placed(str(told.node)[:_NAME_MAX], str(told.why)[:_WORDS_MAX], tried)
 
 
-def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
-    """Put the holder's part into the server's ledger, in the place of what the server saw of it. `ProtocolError` leaves it as it was."""
+def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int, is_ahead: bool = False) -> None:
+    """Put the holder's part into the server's ledger, in the place of what the server saw of it. `ProtocolError` leaves it as it was.
+
+    `is_ahead`: it was given before anybody asked for it, and begins with whoever did.
+    """
     try:
         held_ns = int(data["held_ns"]) + shift_ns
         asked_ns = int(data["asked_ns"]) + shift_ns
@@ -112,6 +118,12 @@ def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
         placed = _placed(data.get("placed"))
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ProtocolError(f"a lease was given up without its account: {exc!r}") from exc
+    if is_ahead:
+        ledger.asked_at += (asked_ns - ledger._start_ns) / 1e9
+        ledger._start_ns = ledger._held_from_ns = asked_ns
+        ledger._parts[:] = [part for part in ledger._parts if part[0] == "cleanup"]
+        if ledger.hit is not None:
+            ledger.hit.why = IN_HAND
     own_held_ns = ledger._held_from_ns or held_ns
     before = [part for part in ledger._parts if part[2] <= own_held_ns]
     way = [("queue", asked_ns, ledger._start_ns)] if asked_ns < ledger._start_ns else []

@@ -208,6 +208,11 @@ class Ledger:
         return self._held_from_ns
 
     @property
+    def released_ns(self) -> int | None:
+        """When the holder gave it up, on the same clock."""
+        return self._held_to_ns
+
+    @property
     def actions(self) -> tuple[ActionRecord, ...]:
         """The first `KEPT_ACTIONS` of them, and the latest."""
         return (*self._kept, *self._recent)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from untax.box import Box
+from untax.channel import actions
 from untax.channel.client import Channel
 from untax.channel.egress import Egress, EgressAttempt
 from untax.channel.handover import Resumed
@@ -43,7 +44,10 @@ class RemoteBox(Box):
     on_given_back: Callable[[], object] | None = None
     """Told once the server has it back."""
 
-    def __init__(self, engine: RemoteEngine, request: Request, lease_id: str, asked_ns: int, reply: Reply) -> None:
+    def __init__(
+        self, engine: RemoteEngine, request: Request, lease_id: str, asked_ns: int, reply: Reply, *, is_ahead: bool = False
+    ) -> None:
+        """`is_ahead`: it was given before it was asked for."""
         stream = reply.take_stream()
         try:
             body = reply.body
@@ -59,16 +63,39 @@ class RemoteBox(Box):
             self._note: Callable[[Ledger], object] | None = None
             self._shift_ns = engine.server.shift_ns
             self._lease_id = lease_id
+            self._is_ahead = is_ahead
             self._image = image
-            self._until_ns = held_ns + self._shift_ns + int(request.ttl_s * 1e9)
+            self._until_ns = (asked_ns if is_ahead else held_ns + self._shift_ns) + int(request.ttl_s * 1e9)
             self._channel = self._channel_over(stream, Resumed.from_data(body.get("channel") or {}))
         except BaseException:
             stream.close()
             raise
         left_s = max(0.0, (self._until_ns - self._came_ns) / 1e9)
-        loop = asyncio.get_running_loop()
-        self._expiry = loop.call_later(left_s, self._expire)
-        loop.call_soon(self._open_account)  # while the first action is on its way, if not before
+        self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
+        if not is_ahead:
+            self.came()
+
+    async def prove(self, within_s: float) -> None:
+        """Of one that was given ahead a while ago: its answer is the proof that it lives. `SandboxLost` when it does not give one in time."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._live().call(actions.ping(timeout_s=within_s))
+        except TimeoutError:
+            raise SandboxLost(self.id, f"it does not answer within {within_s:g} s") from None
+
+    def came(self) -> None:
+        """Its holder has it from now on."""
+        self._came_ns = self._clock()
+        asyncio.get_running_loop().call_soon(self._open_account)  # while the first action is on its way, if not before
+
+    def dismiss(self) -> None:
+        """Nobody has it, and nobody ever had."""
+        self._over = self._over or "it was never leased"
+        if self._expiry is not None:
+            self._expiry.cancel()
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     # ---- its account ----
 
@@ -101,7 +128,12 @@ class RemoteBox(Box):
         clock, now_ns = self._clock, self._came_ns
         try:
             data = unpacked(self._opening)
-            return account.opened(data, asked_ns=self._asked_ns, shift_ns=self._shift_ns, clock=clock, now_ns=now_ns)
+            ledger = account.opened(data, asked_ns=self._asked_ns, shift_ns=self._shift_ns, clock=clock, now_ns=now_ns)
+            if self._is_ahead:
+                ledger.asked_at = time.time() - (clock() - self._asked_ns) / 1e9
+                if ledger.hit is not None:
+                    ledger.hit.why = account.IN_HAND
+            return ledger
         except ProtocolError as exc:
             server = self._engine.server
             ledger = Ledger(rollout="", substrate=server.substrate, isolation=server.isolation, start_ns=self._asked_ns, clock=clock)
@@ -242,7 +274,7 @@ class RemoteBox(Box):
         channel, self._channel = self._channel, None
         try:
             # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
-            await self._ask("release", account=account.holding(self._ledger))
+            await self._engine.give_up(self._lease_id, self._request, account.holding(self._ledger))
         except UntaxError as exc:
             log.info("the lease of sandbox %s was not given up (%s); its server does so by itself", self.id, exc)
         finally:

@@ -11,8 +11,9 @@ import contextlib
 import logging
 import math
 import os
+import select
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ log = logging.getLogger("untax.remote")
 _SILENT_HEARTBEATS = 5  # without a word from the server before it is taken for gone
 _ASLEEP_S = 0.004  # after which a process that had nothing to do takes a while to get going
 _WAY_WEIGHT = 0.05  # of a way that took longer than was known: one that has become slow is noticed after some dozen
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)  # beside what is told unasked
 _FIRST_RETRY_S = 0.05
 _LAST_RETRY_S = 1.0
 _AT_ONCE = 512  # requests of one sort under way; those above wait here, because a server refuses who has more than 1,024
@@ -89,6 +91,15 @@ class Reply:
         if self.fd is None:
             raise BackendError("", "a channel came without its descriptor: raise this process's limit of open files (ulimit -n)")
         return SocketStream(socket.socket(fileno=self.fd), reads_soon=True) if isinstance(self.fd, int) else self.fd
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the other end of the channel that came along was closed since."""
+        if not isinstance(self.fd, int):
+            return False
+        look = select.poll()
+        look.register(self.fd, _HUNG_UP)
+        return bool(look.poll(0))
 
     def discard(self) -> None:
         close(self.fd)
@@ -159,6 +170,7 @@ class Connection:
         self._beat_ns: int | None = None  # when the last one was sent that has no answer yet
         self._way_s: float | None = None
         self._unheard = 0
+        self._taken: set[str] = set()  # leases of what came ahead, while they last
         self._is_closed = False
 
     # ---- requests ----
@@ -236,6 +248,18 @@ class Connection:
         assert self._stream is not None
         _Awake.at_s = self._loop.time()
         self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
+
+    def tell_taken(self, lease_id: str) -> None:
+        """What the server gave ahead was leased. Said before its holder goes on, who may not come back to the loop for long; nobody waits for it."""
+        self._taken.add(lease_id)
+        self._tell_taken([lease_id])
+
+    def taken_is_over(self, lease_id: str) -> None:
+        self._taken.discard(lease_id)
+
+    def _tell_taken(self, lease_ids: Collection[str]) -> None:
+        if self._stream is not None and lease_ids:
+            self._stream.send({"id": 0, "op": "taken", "leases": list(lease_ids)})
 
     def _seen(self) -> int:
         """Up to which number every request was answered that has an answer."""
@@ -350,7 +374,9 @@ class Connection:
         self._unheard = 0
         self._schedule_beat()
         if before is not None and self.server.owner != before.owner:
+            self._taken.clear()
             self._on_forgotten()
+        self._tell_taken(self._taken)  # what was said before may have been lost
         self._resend()
 
     def _resend(self) -> None:

@@ -12,10 +12,10 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
+from untax.core.errors import BackendError, PoolTimeout, ProtocolError, SandboxLost, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits
@@ -27,9 +27,11 @@ from untax.remote.address import is_web, socket_path, web_address
 from untax.remote.box import RemoteBox
 from untax.remote.connection import Connection, Part, Reply, Server
 from untax.remote.dial import Dialler, UnixDialler, WebDialler
+from untax.remote.hand import Given, Hand
 from untax.remote.messages import load_types
 from untax.remote.snapshot import RemoteSnapshot
 from untax.snapshot import Snapshot
+from untax.standby import FRESH_S
 
 if TYPE_CHECKING:
     from untax.layers.build import Prepared
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("untax.remote")
 
+_PROOF_S = 1.0  # for a sandbox in hand to say that it lives, before another one is asked for
+_WAITED_S = 0.01  # for what was in hand and did not answer, from which on it counts
 _LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself
 
 
@@ -73,6 +77,8 @@ class RemoteEngine(Leasing):
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
         self._leases = 0
+        self._hand: Hand | None = None
+        """None where channels come over the connection itself: who has one of those asks for each."""
 
     # ---- its own life ----
 
@@ -87,6 +93,8 @@ class RemoteEngine(Leasing):
             on_forgotten=lambda: self._end_all("its server was started anew, or gave it up while the connection was broken"),
             is_needed=self._is_needed,
         )
+        if not self._place.carries_channels:
+            self._hand = Hand(lambda lease_id: self.chore(self._give_back(lease_id, is_unused=True)))
         try:
             await self._connection.connect()
         except BaseException:
@@ -107,6 +115,8 @@ class RemoteEngine(Leasing):
                 await self.finish(self.chore(self._close(self._connection)))
 
     async def _close(self, connection: Connection) -> None:
+        if self._hand is not None:
+            self._hand.close()
         await asyncio.gather(*(box.release() for box in list(self._boxes)), return_exceptions=True)
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
             await asyncio.wait(chores)
@@ -215,9 +225,12 @@ class RemoteEngine(Leasing):
         """
         self._check_running()
         asked_ns = self.clock()
+        if (box := await self.take_in_hand(request, asked_ns)) is not None:
+            return box
+        if request.wait_s is not None and (waited_s := (self.clock() - asked_ns) / 1e9) > _WAITED_S:
+            request = replace(request, wait_s=max(_WAITED_S, request.wait_s - waited_s))
         self.stir()
-        self._leases += 1
-        lease_id = f"lse-{self._leases}"  # our own, so that a lease can be named whose reply never came
+        lease_id = self._new_lease()
         args = {
             "lease": lease_id,
             "spec": request.spec,
@@ -248,15 +261,97 @@ class RemoteEngine(Leasing):
         self._connection.took(max(0.0, (self.clock() - asked_ns - there_ns) / 1e9))
         return box
 
+    def _new_lease(self) -> str:
+        """Our own name of it, so that a lease can be named whose reply never came."""
+        self._leases += 1
+        return f"lse-{self._leases}"
+
     def stir(self) -> None:
-        """A server that is asleep wakes up while the request is put together."""
-        if self._connection is not None:
+        """A server that is asleep wakes up while the request is put together. Where something is in hand nobody need wake up."""
+        if self._connection is not None and not self._hand:
             self._connection.knock()
 
-    async def _give_back(self, lease_id: str) -> None:
-        """A lease that could not be taken."""
+    async def take_in_hand(self, request: Request, asked_ns: int) -> RemoteBox | None:
+        """A box of what came with the end of an earlier lease, where there is one that lives."""
+        hand, connection = self._hand, self._connection
+        # A server that cannot be told that it was taken would take it back.
+        if hand is None or connection is None or not connection.is_connected or not request.is_plain:
+            return None
+        connection.check_process()
+        while (given := hand.take(request)) is not None:
+            try:
+                box = await self._proven(given, request, asked_ns)
+            except BaseException as exc:
+                self.chore(self._give_back(given.lease_id, is_unused=True))
+                if not isinstance(exc, UntaxError):
+                    raise
+                self._check_running()
+                log.info("what %s gave ahead is of no use: %s", self._place, exc)
+                continue
+            connection.tell_taken(given.lease_id)
+            self._boxes.add(box)
+            return box
+        return None
+
+    async def _proven(self, given: Given, request: Request, asked_ns: int) -> RemoteBox:
+        """A box of what was in hand, which lives. `UntaxError` when it does not, or came too late."""
+        if given.reply.has_ended:
+            given.reply.discard()
+            raise SandboxLost("", "it died in hand")
+        box = self.box_class(self, request, given.lease_id, asked_ns, given.reply, is_ahead=True)
+        try:
+            if asyncio.get_running_loop().time() > given.at_s + FRESH_S:
+                await box.prove(_PROOF_S if request.wait_s is None else min(request.wait_s, _PROOF_S))
+            self._check_running()
+        except BaseException:
+            box.dismiss()
+            raise
+        box.came()
+        return box
+
+    @property
+    def has_in_hand(self) -> bool:
+        """Whether the server gave something ahead that was not leased yet."""
+        return bool(self._hand)
+
+    @property
+    def is_giving(self) -> bool:
+        """Whether leases come from the hand at the moment, if not each of them."""
+        return self._hand is not None and self._hand.is_in_use
+
+    @property
+    def wants_next(self) -> bool:
+        """Whether a lease like the last one would be asked for here again."""
+        return True
+
+    async def give_up(self, lease_id: str, request: Request, account: Mapping[str, Any]) -> None:
+        """A lease is over. The next one of the same may come with the answer."""
+        hand = self._hand
+        if self._connection is not None:
+            self._connection.taken_is_over(lease_id)
+        if hand is None or self._state != "running" or not self.wants_next or not hand.wants(request, len(self._boxes)):
+            await self.ask("release", lease=lease_id, account=account)
+            if hand is not None:
+                hand.ended()
+            return
+        next_id, drops = self._new_lease(), hand.drops
+        try:
+            reply = await self.request("release", {"lease": lease_id, "account": account, "next": next_id})
+        except BaseException:
+            hand.failed()
+            self.chore(self._give_back(next_id, is_unused=True))
+            raise
+        hand.ended()
+        if reply.body.get("sandbox") is None:
+            hand.failed()
+            reply.discard()
+        else:
+            hand.keep(request, next_id, reply, drops)
+
+    async def _give_back(self, lease_id: str, *, is_unused: bool = False) -> None:
+        """A lease that could not be taken, or that nobody asked for."""
         with contextlib.suppress(UntaxError):  # a server that is gone has given it back
-            await self.ask("release", lease=lease_id, account={})
+            await self.ask("release", lease=lease_id, account={}, **({"is_unused": True} if is_unused else {}))
 
     # ---- for boxes and snapshots ----
 
@@ -280,7 +375,10 @@ class RemoteEngine(Leasing):
         return reply.body
 
     def _heard(self, event: str, body: Mapping[str, Any]) -> None:
-        if event == "closing":
+        if event == "recall":
+            if self._hand is not None:
+                self._hand.drop()
+        elif event == "closing":
             self._end_all("its server was stopped")
         elif event == "egress":
             for box in self._boxes:
@@ -290,6 +388,8 @@ class RemoteEngine(Leasing):
             log.info("the server at %s is %s", self._place, event)
 
     def _end_all(self, reason: str) -> None:
+        if self._hand is not None:
+            self._hand.forget()
         for box in list(self._boxes):
             if isinstance(box, RemoteBox):
                 box.end_by(reason)

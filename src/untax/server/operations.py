@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from untax.core import account
 from untax.core.errors import LeaseRefused, PoolTimeout, ProtocolError, SandboxLost, StageUnavailable, UntaxError, UsageError
 from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
-from untax.leases import Bindings, checked
+from untax.leases import Bindings, Request, checked
 from untax.pooling import STORE
 from untax.remote.messages import Body, packed
 from untax.server.answers import Outcome
@@ -28,20 +28,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("untax.server")
 
 _CHANGES_AT_ONCE = 10_000
+_NEXT_S = 0.05  # for one that is idle to be bound ahead of its lease: whoever gives the last one up waits for that
+_AHEAD_S = 3.0  # until it is taken back from who neither leased it nor gave it back; clients do so after one
 
 Tell = Callable[[Body], None]
 
 
 class Operations:
-    """`on_ledger` is told of every ledger that is final, `on_change` when a lease came or went."""
+    """`on_ledger` is told of every ledger that is final, `on_change` when a lease came or went; `recall` has clients give back what they have in hand."""
 
     def __init__(
-        self, engine: Engine, hang_ups: HangUps, on_ledger: Callable[[Ledger, str], object], on_change: Callable[[], object]
+        self,
+        engine: Engine,
+        hang_ups: HangUps,
+        on_ledger: Callable[[Ledger, str], object],
+        on_change: Callable[[], object],
+        recall: Callable[[], object],
     ) -> None:
         self._engine = engine
         self._hang_ups = hang_ups
         self._on_ledger = on_ledger
         self._on_change = on_change
+        self._recall = recall
+        self.gives_ahead = True
+        """Whether who gives one lease up may be given the next along with it."""
 
     async def carry_out(self, owner: Owner, number: int, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
         method = getattr(self, f"op_{op}", None) if op.isidentifier() else None
@@ -72,19 +82,26 @@ class Operations:
         request = replace(checked(engine.offer, args.spec(), late), on_asked=asked)
         snapshot_id = args.text_or_none("snapshot")
         owner.gate.admit(request.spec)
-        if (may_refuse := args.truth_or_false("may_refuse")) and (trouble := engine.trouble(request)) is not None:
-            raise LeaseRefused("full", trouble)
+        may_refuse = args.truth_or_false("may_refuse")
+        if (trouble := engine.trouble(request)) is not None:
+            self._recall()
+            if may_refuse:
+                raise LeaseRefused("full", trouble)
         if snapshot_id is not None:
             owner.gate.check_snapshot(snapshot_id)
             request = replace(request, snapshot=await engine.find_snapshot(snapshot_id))
         try:
-            with owner.gate.starting():
-                box = await engine.fulfil(request)
-                owner.gate.leased(1)
+            return await self._given(owner, lease_id, request, with_facts=args.truth_or_false("facts"))
         except (PoolTimeout, StageUnavailable) as exc:
             if may_refuse and (refusal := _refusal(exc)) is not None:
                 raise refusal from exc
             raise
+
+    async def _given(self, owner: Owner, lease_id: str, request: Request, *, with_facts: bool = False) -> Outcome:
+        engine = self._engine
+        with owner.gate.starting():
+            box = await engine.fulfil(request)
+            owner.gate.leased(1)
         try:
             handed = await hand_over(box, self._hang_ups)
             if owner.is_over or lease_id in owner.leases:
@@ -105,43 +122,112 @@ class Operations:
             "image": box.image,
             "channel": handed.resumed.to_data(),
         }
-        if args.truth_or_false("facts"):
+        if with_facts:
             body["facts"] = box.facts
         return Outcome(body, handed, lambda: self._give_back(owner, lease_id))
 
     async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
-        box = owner.leases.pop(args.text("lease"), None)
-        if box is not None:
+        lease_id, next_id = args.text("lease"), args.text_or_none("next")
+        if args.truth_or_false("is_unused") and owner.ahead.get(lease_id) is False:
+            await self._give_back(owner, lease_id)
+            return Outcome({})
+        box, is_ahead = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id, None) is not None
+        if box is None:
+            return Outcome({})
+        try:
+            if told := args.mapping("account"):
+                account.merge(box.ledger, told, shift_ns=args.shift_ns, is_ahead=is_ahead)
+            else:
+                box.ledger.fault("its holder could not take it")
+        except BaseException:
+            await self._released(owner, box)
+            raise
+        if next_id is None:
+            await self._released(owner, box)
+            return Outcome({})
+        box._begin_release()
+        try:
             try:
-                if told := args.mapping("account"):
-                    account.merge(box.ledger, told, shift_ns=args.shift_ns)
-                else:
-                    box.ledger.fault("its holder could not take it")
+                following = await self._next(owner, next_id, box.request)
             finally:
                 await self._released(owner, box)
-        return Outcome({})
+        except BaseException:
+            await self._give_back(owner, next_id)
+            raise
+        if following.handed is not None and following.handed.is_lost:
+            await self._give_back(owner, next_id)
+            following = Outcome({})
+        if following.handed is None:  # on a full machine the end of one takes as long as the making of another
+            following = await self._next(owner, next_id, box.request)
+        if following.handed is not None:
+            asyncio.get_running_loop().call_later(_AHEAD_S, self._take_back, owner, next_id, owner.leases.get(next_id))
+        return following
+
+    async def _next(self, owner: Owner, lease_id: str, last: Request) -> Outcome:
+        """Another one like the last, for who is likely to ask for it; nothing where that would have to wait or be made, or be somebody else's."""
+        request = replace(last, wait_s=_NEXT_S, on_asked=None)
+        if not self._may_give(owner) or not request.is_plain or request.files:
+            return Outcome({})
+        try:
+            if not self._engine.has_idle(request):
+                return Outcome({})
+            owner.gate.admit(request.spec)
+            owner.ahead[lease_id], owner.is_recalled = False, False
+            given = await self._given(owner, lease_id, request)
+        except BaseException as exc:
+            owner.ahead.pop(lease_id, None)
+            if not isinstance(exc, UntaxError):
+                raise
+            log.debug("%s is not given the next lease ahead: %s", owner.label, exc)
+            return Outcome({})
+        if not self._may_give(owner):
+            await self._give_back(owner, lease_id)
+            return Outcome({})
+        return given
+
+    def _may_give(self, owner: Owner) -> bool:
+        """Whether anything is given ahead at all: to processes of this machine's own user, whose end is known when it comes, and who are not counted by the lease."""
+        return (
+            self.gives_ahead and not owner.is_over and not owner.gate.name and owner.attachment is not None and owner.attachment.proves_life
+        )
+
+    def _take_back(self, owner: Owner, lease_id: str, box: Tenancy | None) -> None:
+        """A client that is busy with something else for so long gives nothing back by itself."""
+        if box is not None and owner.ahead.get(lease_id) is False and owner.leases.get(lease_id) is box:
+            self._engine.chore(self._give_back(owner, lease_id))
+
+    def taken(self, owner: Owner, lease_ids: Iterable[object]) -> None:
+        """These were given ahead, and leased since."""
+        for lease_id in lease_ids:
+            if isinstance(lease_id, str) and owner.ahead.get(lease_id) is False and (box := owner.leases.get(lease_id)) is not None:
+                owner.ahead[lease_id] = True
+                box.begin_term()
 
     async def _give_back(self, owner: Owner, lease_id: str) -> None:
-        box = owner.leases.pop(lease_id, None)
+        """Nobody wants it, or could take it."""
+        box, is_taken = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id, True)
         if box is not None:
-            await self._released(owner, box)
+            await self._released(owner, box, has_account=is_taken)
 
-    async def _released(self, owner: Owner, box: Tenancy) -> None:
+    async def _released(self, owner: Owner, box: Tenancy, *, has_account: bool = True) -> None:
+        """What was given ahead and never leased is no rollout, and has no account."""
         try:
             await box.release()
-        finally:
+        finally:  # also when whoever asked for it has ended meanwhile
             owner.gate.leased(-1)
-        self._on_ledger(box.ledger, owner.gate.name)
-        self._on_change()
+            if has_account:
+                self._on_ledger(box.ledger, owner.gate.name)
+            self._on_change()
 
     async def give_all_back(self, owner: Owner, reason: str) -> None:
         """The owner is over: nothing of it stays."""
-        leases, owner.leases = list(owner.leases.values()), {}
-        for box in leases:
+        leases, owner.leases = owner.leases, {}
+        for box in leases.values():
             box.ledger.fault(f"the holder of the lease is gone: {reason}")
+        ends = [self._released(owner, box, has_account=owner.ahead.pop(lease_id, True)) for lease_id, box in leases.items()]
         unsaved = {name: one for name, one in owner.snapshots.items() if not one.is_saved}
         for outcome in [
-            *await asyncio.gather(*(self._released(owner, box) for box in leases), return_exceptions=True),
+            *await asyncio.gather(*ends, return_exceptions=True),
             *await asyncio.gather(*(asyncio.to_thread(pin.close) for pin in owner.pins.values()), return_exceptions=True),
             *await asyncio.gather(*(one.drop() for one in unsaved.values()), return_exceptions=True),
         ]:

@@ -121,6 +121,10 @@ class Owner:
         """For people: whose it is."""
         self.gate: Gate = Open()
         self.leases: dict[str, Tenancy] = {}
+        self.ahead: dict[str, bool] = {}
+        """Of the leases those that were given before they were asked for, and whether they were since."""
+        self.is_recalled = False
+        """Whether it was told to give those back, and has got none since."""
         self.snapshots: dict[str, Snapshot] = {}
         self.pins: dict[str, Pin] = {}
         self.answers: dict[int, Answer] = {}

@@ -72,13 +72,15 @@ class Service:
         """The latest that are final, the holders' part in them."""
         self.ledgers_total = 0
         """How many there were, those that were forgotten included."""
+        self._closed: list[tuple[str, Ledger]] = []  # those that are about to be among them
         self.on_ledger: Callable[[Ledger, str], object] | None = None
         """Told of each, and whose it is."""
         self.sessions: set[Session] = set()
         self.owners = Owners(self.lease_s, self._over)
         self.answers = Answers(engine.chore, self._changed)
         self._hang_ups = HangUps()
-        self.operations = Operations(engine, self._hang_ups, self.closed, self._changed)
+        self.operations = Operations(engine, self._hang_ups, self.closed, self._changed, self.recall)
+        engine.on_short = self.recall
         self._waiting: list[asyncio.Future[None]] = []
         self.is_draining = False
         self.views = Views(self)
@@ -89,6 +91,7 @@ class Service:
 
     def latest_ledgers(self, tenant: str | None = None) -> list[str]:
         """As many as fit a message, the oldest first; of one tenant, or of all."""
+        self._keep()  # also of a lease whose end was told this moment
         found: deque[str] = deque()
         room = _LEDGERS_BYTES
         for one in reversed(self.ledgers):
@@ -110,21 +113,33 @@ class Service:
     def drain(self) -> None:
         """From here on there are no new leases; the clients are told."""
         self.is_draining = True
+        self.operations.gives_ahead = False
         self.views.changed()
         for session in list(self.sessions):
             session.say({"event": "draining"})
+        self.recall()
 
     async def aclose(self) -> None:
         """End every owner and give back what it held. Safe to call twice."""
         self.is_draining = True
+        self.operations.gives_ahead = False
         for session in list(self.sessions):
             session.say({"event": "closing"})
         ends = [self._ended(owner, "the server was stopped") for owner in self.owners]
         await asyncio.gather(*ends)
         for session in list(self.sessions):
             session.drop("the server was stopped")
+        self.engine.on_short = None
         self.views.close()
         self._hang_ups.close()
+
+    def recall(self) -> None:
+        """Somebody needs what lies in clients' hands, if anything does."""
+        for session in list(self.sessions):
+            owner = session.owner
+            if owner is not None and not owner.is_recalled and not all(owner.ahead.values()):
+                owner.is_recalled = True
+                session.say({"event": "recall"})
 
     # ---- owners ----
 
@@ -147,14 +162,20 @@ class Service:
 
     def closed(self, ledger: Ledger, tenant: str = "") -> None:
         """A ledger is final."""
-        # Behind the reply, which need not wait for it.
-        asyncio.get_running_loop().call_soon(self._keep, tenant, ledger)
+        if not self._closed:  # behind the reply, which need not wait for it
+            asyncio.get_running_loop().call_soon(self._keep)
+        self._closed.append((tenant, ledger))
 
-    def _keep(self, tenant: str, ledger: Ledger) -> None:
-        self.ledgers.append(Final(tenant, ledger))
-        self.ledgers_total += 1
-        if self.on_ledger is not None:
-            self.on_ledger(ledger, tenant)
+    def _keep(self) -> None:
+        closed, self._closed = self._closed, []
+        for tenant, ledger in closed:
+            self.ledgers.append(Final(tenant, ledger))
+            self.ledgers_total += 1
+            if self.on_ledger is not None:
+                try:
+                    self.on_ledger(ledger, tenant)
+                except Exception:  # told here: the others are kept all the same
+                    log.exception("a ledger could not be passed on")
 
     def _changed(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -284,6 +305,9 @@ class Session:
             service.answers.seen(owner, seen)
         op, args = body["op"], body.get("args")
         match op:
+            case "taken":
+                leases = body.get("leases")
+                service.operations.taken(owner, leases if isinstance(leases, tuple) else ())
             case "knock":
                 service.operations.knocked(owner)
             case "renew":

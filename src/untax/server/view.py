@@ -1,7 +1,7 @@
 """What a server tells those who place leases over many nodes: what is idle, stored and starting here, pushed when it changes.
 
-A session that asked is told all of it at once and from then on only what has changed: soon after a change and at most every 20 ms where it leases here
-itself, every 50 ms where the change may decide where a lease goes, within a quarter of a second otherwise. Every value is absolute, so that what is told twice does no harm. Beside it each is told up to
+A session that asked is told all of it at once and from then on only what has changed: soon after a change and at most every 50 ms where it leases here
+itself; elsewhere what tells where something can be had at all as soon, what is idle and under way every 150 ms, the rest within a quarter of a second. Every value is absolute, so that what is told twice does no harm. Beside it each is told up to
 which of its own requests for leases all are in what it is told. While nobody asks, nothing here is called.
 """
 
@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from untax.engine import Engine
     from untax.pooling import Pooling
 
-PUSH_S = 0.02
-"""Between two pushes: fifty a second keep a core busy to less than a hundredth, and nobody's own lease takes longer than this to be seen."""
+PUSH_S = 0.05
+"""Between two pushes. Fifty a second, as they once were, took a fifth of the time of four agents that leased all they could (py-spy); until its own lease is in
+what it is told a client reckons with it by itself."""
 # The same for who does not lease here. Every node tells every client, so what is said grows with the product of the two.
-_ELSEWHERE_S, _LATER_S = 0.05, 0.25  # for what may decide where a lease goes, and for what does not
+# What tells where something can be had at all comes first, what is idle at the moment next: it is another one before a lease gets there.
+_ELSEWHERE_S, _IDLE_S, _LATER_S = 0.05, 0.15, 0.25
 _FIRST_S = 0.005  # after a quiet time: what belongs together is told together, and not beside a lease's first action, which takes 2 ms
 _LOOK_S = 1.0  # how often it is looked at what has no event: how busy the machine is
 _BUSY_STEP = 0.1  # by how much that has to differ to be told
@@ -150,7 +152,7 @@ class Views:
         loop = asyncio.get_running_loop()
         now_s = self._pushed_s = loop.time()
         whole = self._whole()
-        changes: dict[int, tuple[Body, bool]] = {}  # by what was known; most know the same
+        changes: dict[int, tuple[Body, float]] = {}  # by what was known; most know the same
         put_off_s = math.inf
         for watcher, told in self._watchers.items():
             if watcher.unsent > _UNSENT_MAX:
@@ -161,13 +163,13 @@ class Views:
                 part = _all_of(whole)
             else:
                 if id(told.view) not in changes:
-                    changes[id(told.view)] = change = _change(told.view, whole), _decides(told.view, whole)
+                    changes[id(told.view)] = change = _change(told.view, whole), _pause_s(told.view, whole)
                 else:
                     change = changes[id(told.view)]
-                part, decides = change
+                part, pause_s = change
                 if not part and asked == told.asked:
                     continue
-                due_s = told.at_s + (_ELSEWHERE_S if decides else _LATER_S)
+                due_s = told.at_s + pause_s
                 if asked == told.asked and now_s < due_s:
                     put_off_s = min(put_off_s, due_s - now_s)
                     continue
@@ -268,20 +270,26 @@ def _change(before: View, after: View) -> Body:
     return change
 
 
-def _decides(before: View, after: View) -> bool:
-    """Whether a lease might go elsewhere for it: something is there that was not, or no more, or half or twice as much of it."""
+def _pause_s(before: View, after: View) -> float:
+    """After how long it is told. A lease might go elsewhere for what is there and was not, or is no more, or half or twice as much."""
     if any(before[name] != after[name] for name in ("isolation", "stored", "cpus", "busy", "most_mib", "is_draining")):
-        return True
-    if before["building"].keys() != after["building"].keys() or bool(before["waiting"]) != bool(after["waiting"]):
+        return _ELSEWHERE_S
+    if before["building"].keys() != after["building"].keys():
+        return _ELSEWHERE_S
+    if any(_is_other(before[name], after[name]) for name in ("most_starting", "free_sandboxes", "free_mib")):
+        return _ELSEWHERE_S
+    return _IDLE_S if _is_busier(before, after) else _LATER_S
+
+
+def _is_busier(before: View, after: View) -> bool:
+    if bool(before["waiting"]) != bool(after["waiting"]):
         return True
     if abs(after["leased"] - before["leased"]) >= max(after["cpus"], before["leased"] / 4):
         return True
     if abs(after["starting"] - before["starting"]) >= max(2, after["most_starting"] / 2) or abs(after["filled"] - before["filled"]) >= 0.1:
         return True
     was, now = before["idle"], after["idle"]
-    if any(_is_other(was.get(key, 0), now.get(key, 0)) for key in {*was, *now}):
-        return True
-    return any(_is_other(before[name], after[name]) for name in ("most_starting", "free_sandboxes", "free_mib"))
+    return any(_is_other(was.get(key, 0), now.get(key, 0)) for key in {*was, *now})
 
 
 def _is_other(before: float | None, after: float | None) -> bool:

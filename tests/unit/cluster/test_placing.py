@@ -377,3 +377,69 @@ async def test_a_lease_whose_node_fails_while_it_waits_there_is_placed_anew(tmp_
         assert where in dict(box.ledger.placed.tried)
         await box.release()
         await lost.release()
+
+
+async def in_a_row(fleet, count):
+    boxes = []
+    for _ in range(count):
+        box = await fleet.lease()
+        await box.run(["true"])
+        await box.release()
+        boxes.append(box)
+    return boxes
+
+
+async def test_leases_in_a_row_come_from_the_hand_of_the_callers_own_node(tmp_path):
+    """Nobody is asked for them, and the ledger says so."""
+    async with nodes(tmp_path, here="b") as fleet:
+        await asyncio.gather(*(engine.warm(n=8) for engine in fleet.engines.values()))
+        await until(lambda: all(sum(fleet.placing.views.view(node).idle.values()) == 8 for node in "abc"))
+        for node in "abc":  # a fake is made more quickly than anything is guessed to be bound
+            fleet.placing.views.told(node, {"costs": {"by_name": {"create": 0.05}, "by_key": {}}})
+        ranked = fleet.placing.views.rank
+        while not fleet.engines["b"].has_in_hand:
+            await in_a_row(fleet, 1)
+        fleet.placing.views.rank = None  # not needed from here on
+
+        boxes = await in_a_row(fleet, 5)
+
+        assert {box.ledger.placed.node for box in boxes} == {"b"}
+        assert all("in hand" in box.ledger.placed.why for box in boxes)
+        fleet.placing.views.rank = ranked
+        assert [one["placed"]["node"] for one in await fleet.engines["b"].ledgers()][-5:] == ["b"] * 5
+
+
+async def test_a_claim_of_what_was_in_hand_by_then_is_settled(tmp_path):
+    """Another lease may have brought it while this one was being placed: the node is asked nothing, and nothing stays claimed."""
+    async with nodes(tmp_path, "a", here="a") as fleet:
+        await fleet.engines["a"].warm(n=8)
+        await until(lambda: sum(fleet.placing.views.view("a").idle.values()) == 8)
+        while not fleet.engines["a"].has_in_hand:
+            await in_a_row(fleet, 1)
+        [best] = await fleet.placing.ranked(fleet.request().spec)
+
+        box = await fleet.placing._ask(best, fleet.request(), {}, may_refuse=True)
+
+        assert "in hand" in box.ledger.placed.why
+        await box.release()
+        assert not [one for one in fleet.placing.views._nodes["a"].claims if one.number is None]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "is_kept"),
+    [
+        ({}, {}, True),
+        ({"busy": 0.9}, {"busy": 0.1}, False),
+        ({"busy": 0.9}, {"busy": 0.8}, True),
+        ({"leased": 7}, {"leased": 0}, True),
+        ({"leased": 9}, {"leased": 0}, False),
+        ({"is_draining": True}, {}, False),
+        ({"busy": 0.9}, {"busy": 0.1, "is_draining": True}, True),
+    ],
+)
+def test_the_next_lease_is_placed_anew_where_another_node_has_clearly_less_to_do(own, other, is_kept):
+    views = Views(here="a")
+    for node, said in (("a", own), ("b", other)):
+        views.joined(node, isolation="none")
+        views.told(node, {"cpus": 2, **said})
+    assert module.is_favoured(views.view("a"), views.all()) is is_kept

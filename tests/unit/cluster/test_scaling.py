@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 import untax
-from untax.cluster.gauge import TELL_S, Gauge
+from untax.cluster.gauge import _CALM_S, TELL_S, Gauge
 from untax.cluster.scaler import Scaler
 from untax.cluster.scaling import Load, Scaling, bundles, missing
 from untax.testing import FakeClock
@@ -109,6 +109,35 @@ async def test_a_node_tells_what_is_new_and_knows_since_when_nobody_needed_it():
     gauge.say({"id": 0, "part": {"leased": 0, "free_sandboxes": 2}})
     clock.advance(2)
     assert gauge.idle_s == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_told"),
+    [
+        ({"leased": 3}, {"leased": 4}, False),
+        ({"leased": 3, "free_sandboxes": 5}, {"leased": 5, "free_sandboxes": 3}, False),
+        ({"leased": 3, "free_sandboxes": 1}, {"leased": 4, "free_sandboxes": 0}, True),
+        ({"leased": 3}, {"leased": 0}, True),
+        ({"leased": 0}, {"leased": 1}, True),
+        ({"leased": 3, "free_sandboxes": 0}, {"leased": 3, "waiting": 1, "free_sandboxes": -1}, True),
+        ({"leased": 3, "waiting": 1, "free_sandboxes": -1}, {"leased": 4, "waiting": 2, "free_sandboxes": -2}, True),
+    ],
+)
+async def test_what_nobody_acts_on_is_told_less_often(before, after, is_told):
+    clock = FakeClock()
+    gauge = Gauge(lambda: clock() / 1e9)
+    gauge.say({"id": 0, "part": {"waiting": 0, "free_sandboxes": 9, **before}})
+    news = asyncio.ensure_future(gauge.wait_news(await gauge.wait_news(None)))
+    clock.advance(TELL_S)
+    gauge.say({"id": 0, "part": after})
+    news.cancel()
+    news = asyncio.ensure_future(gauge.wait_news(Load.of_view({"waiting": 0, "free_sandboxes": 9, **before})))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert news.done() is is_told
+    clock.advance(_CALM_S)
+    gauge.say({"id": 0, "part": {"leased": 77}})
+    assert (await news).leased == 77 or is_told
 
 
 # ---- what is done about it ----

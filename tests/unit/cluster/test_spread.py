@@ -135,6 +135,24 @@ def test_uses_that_the_store_does_not_know_of_yet_count(two):
     assert [order.key for order in two.ahead.look()] == ["stage"]
 
 
+def test_who_is_asked_again_is_not_greeted_again(two, monkeypatch):
+    """A greeting costs both ends more than the question; one that does not answer over what was held is greeted anew."""
+    one, two = two
+    add(one.store, "hot", uses=20)
+    greeted, dial = [], two.dialer.dial
+    monkeypatch.setattr(two.dialer, "dial", lambda peer, **options: greeted.append(peer.node) or dial(peer, **options))
+
+    for _ in range(3):
+        assert [order.key for order in two.ahead.look()] == ["hot"]
+    assert greeted == ["one"]
+    [wire] = two.ahead._wires.values()
+    wire.close()
+    assert [order.key for order in two.ahead.look()] == ["hot"]
+    assert greeted == ["one", "one"]
+    two.meet([])
+    assert two.ahead.look() == [] and not two.ahead._wires
+
+
 def test_it_goes_on_by_itself_and_ends(two):
     one, two = two
     add(one.store, "hot", uses=20)

@@ -93,3 +93,23 @@ def test_an_account_that_cannot_be_read_changes_nothing(spoiled):
 def test_a_lease_without_its_account_is_refused():
     with pytest.raises(ProtocolError):
         account.opened({"facts": {}}, asked_ns=0, shift_ns=0, clock=FakeClock())
+
+
+@pytest.mark.parametrize("shift_ns", [0, 5_000_000])
+def test_what_was_given_ahead_begins_with_who_asked_for_it(shift_ns):
+    """Held by the server since 1,030, asked for at 2,000, had at 2,010, released at 2,050: the time in between is nobody's."""
+    theirs = a_server_s(FakeClock(start_ns=1_030))
+    asked_at = theirs.asked_at
+    clock = FakeClock(start_ns=2_010 + shift_ns)
+    ours = account.opened(sent(account.opening(theirs)), asked_ns=2_000 + shift_ns, shift_ns=shift_ns, clock=clock)
+    ours.record(ActionRecord("run", 2_020 + shift_ns, 2_038 + shift_ns, 2_040 + shift_ns, 10, "exited"))
+    ours.released(2_050 + shift_ns)
+    account.merge(theirs, sent(account.holding(ours)), shift_ns=-shift_ns, is_ahead=True)
+    for ledger, shift in ((ours, shift_ns), (theirs, 0)):
+        ledger.add("cleanup", 2_050 + shift, 2_060 + shift)
+        ledger.closed(2_060 + shift)
+        numbers = {name: round(value * 1e9) for name, value in ledger.metrics().items() if name.endswith("_s")}
+        assert {name: numbers[f"{name}_s"] for name in ("queue", "create", "ready", "cleanup", "holder", "unattributed", "total")} == {
+            "queue": 0, "create": 0, "ready": 10, "cleanup": 10, "holder": 20, "unattributed": 0, "total": 60,
+        }  # fmt: skip
+    assert theirs.asked_at == pytest.approx(asked_at + 1e-6, abs=1e-9)

@@ -69,7 +69,7 @@ async def test_nothing_is_called_while_nobody_watches(tmp_path):
         assert service.views._looking is None and service.views._timer is None
 
 
-async def test_pushes_are_at_least_twenty_milliseconds_apart(tmp_path, monkeypatch):
+async def test_pushes_are_apart(tmp_path, monkeypatch):
     """However many leases there are between them."""
     pushed = []
     push = module.Views._push
@@ -196,24 +196,34 @@ SAID = {
 @pytest.mark.parametrize(
     "differs",
     [
-        {"idle": {}},
-        {"idle": {"k": 2}},
-        {"idle": {"k": 8}},
-        {"idle": {"k": 4, "other": 1}},
         {"stored": frozenset()},
         {"building": {"other": 0.1}},
-        {"starting": 2},
-        {"waiting": 1},
-        {"leased": 8},
         {"busy": 0.2},
         {"free_sandboxes": 0},
         {"free_mib": 4000.0},
         {"is_draining": True},
     ],
 )
-def test_what_may_decide_where_a_lease_goes_is_told_sooner(differs):
-    assert module._decides(SAID, SAID | differs)
-    assert module._decides(SAID | differs, SAID)
+def test_where_something_can_be_had_at_all_is_told_first(differs):
+    assert module._pause_s(SAID, SAID | differs) == module._ELSEWHERE_S
+    assert module._pause_s(SAID | differs, SAID) == module._ELSEWHERE_S
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"idle": {}},
+        {"idle": {"k": 2}},
+        {"idle": {"k": 8}},
+        {"idle": {"k": 4, "other": 1}},
+        {"starting": 2},
+        {"waiting": 1},
+        {"leased": 8},
+    ],
+)
+def test_what_is_another_before_a_lease_gets_there_is_told_next(differs):
+    assert module._pause_s(SAID, SAID | differs) == module._IDLE_S
+    assert module._pause_s(SAID | differs, SAID) == module._IDLE_S
 
 
 @pytest.mark.parametrize(
@@ -221,7 +231,7 @@ def test_what_may_decide_where_a_lease_goes_is_told_sooner(differs):
     [{}, {"idle": {"k": 3}}, {"leased": 5}, {"starting": 1}, {"free_sandboxes": 11}, {"free_mib": 7168.0}, {"filled": 0.52}, {"most_starting": 5}],
 )  # fmt: skip
 def test_what_decides_nothing_may_be_told_later(differs):
-    assert not module._decides(SAID, SAID | differs)
+    assert module._pause_s(SAID, SAID | differs) == module._LATER_S
 
 
 async def test_who_does_not_lease_here_hears_of_everything_in_the_end(tmp_path):

@@ -7,13 +7,14 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from untax.cluster.transfer.errand import Errand
 from untax.cluster.transfer.fetch import Throttle
 from untax.cluster.transfer.serve import Session
 from untax.cluster.transfer.spread import MOST_SAID, Budget, Heat, Order, hottest, orders
-from untax.cluster.transfer.wire import Peer, PeerFault
+from untax.cluster.transfer.wire import Peer, PeerFault, Wire
 from untax.core.errors import StageError
 from untax.core.stage import LADDER
 
@@ -37,6 +38,7 @@ class Ahead:
         self._errand: Errand | None = None
         self._brought: dict[str, int] = {}  # stages that came, and their bytes, until somebody uses them
         self._refused: dict[str, float] = {}  # stages that did not come, and when
+        self._wires: dict[Peer, Wire] = {}  # held from one look to the next: to greet anew costs both ends more than the question does
         self._thread = threading.Thread(target=self._run, name="untax-ahead", daemon=True)
 
     def start(self) -> None:
@@ -50,6 +52,7 @@ class Ahead:
             errand.stop()
         if self._thread.is_alive():
             self._thread.join()
+        self._let_go(self._wires)
 
     def tell(self, session: Session, _said: dict[str, Any]) -> None:
         """To another node: what is hot here."""
@@ -122,20 +125,41 @@ class Ahead:
                 _log.exception("nothing could be brought ahead of demand")
 
     def _asked(self, peers: list[Peer]) -> list[Heat]:
+        self._let_go(self._wires.keys() - set(peers))
         if not peers:
             return []
         with concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(peers)), thread_name_prefix="untax-ahead") as pool:
             return [heat for some in pool.map(self._ask, peers) for heat in some]
 
     def _ask(self, peer: Peer) -> list[Heat]:
+        held = self._wires.pop(peer, None)
         try:
-            with self._transfer.dialer.dial(peer, timeout_s=_ASKED_S) as wire:
-                said = wire.ask("hot", waits_s=_ASKED_S).get("hot")
+            said = self._hot(peer, held)
         except PeerFault as exc:
             _log.debug("%s", exc)
-            return []
+            if held is None:
+                return []
+            try:
+                said = self._hot(peer, None)  # what was held had ended meanwhile
+            except PeerFault as exc:
+                _log.debug("%s", exc)
+                return []
         some = said[: 4 * MOST_SAID] if isinstance(said, list) else []
         return [heat for one in some if isinstance(one, dict) and (heat := Heat.from_data(peer.node, one)) is not None]
+
+    def _hot(self, peer: Peer, held: Wire | None) -> Any:
+        wire = held if held is not None else self._transfer.dialer.dial(peer, timeout_s=_ASKED_S)
+        try:
+            said = wire.ask("hot", waits_s=_ASKED_S).get("hot")
+        except BaseException:
+            wire.close()
+            raise
+        self._wires[peer] = wire
+        return said
+
+    def _let_go(self, peers: Iterable[Peer]) -> None:
+        for peer in list(peers):
+            self._wires.pop(peer).close()
 
 
 def _untold(_what: str, _done: int, _total: int | None) -> None:

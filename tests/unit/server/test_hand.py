@@ -1,0 +1,544 @@
+"""Sandboxes in hand: given with the end of one lease for the next, never a second account, never a dead one, and back when somebody needs them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from tests.unit.server.test_service import break_connection, serving, until
+
+import untax
+import untax.leases
+from untax.pool.options import PoolOptions
+from untax.remote import engine as client
+from untax.remote import hand as module
+from untax.server import operations
+from untax.server.operations import Operations
+from untax.testing import FakeSubstrate
+
+
+@pytest.fixture
+def fake():
+    return FakeSubstrate()
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The requests for leases that servers got."""
+    found = []
+    op_lease = Operations.op_lease
+
+    async def counted(self, owner, args, tell):
+        found.append(args.text("lease"))
+        return await op_lease(self, owner, args, tell)
+
+    monkeypatch.setattr(Operations, "op_lease", counted)
+    return found
+
+
+async def in_a_row(engine, count=module._IN_A_ROW + 2, **options):
+    """One lease after the other, as a worker has them; gives their boxes. Then there is one in hand."""
+    boxes = []
+    for _ in range(count):
+        async with engine.lease(**options) as box:
+            await box.run(["true"])
+        boxes.append(box)
+    return boxes
+
+
+async def one_in_hand(engine, **options):
+    """The pool is full again besides."""
+    await engine.warm(n=2)
+    boxes = await in_a_row(engine, **options)
+    while not engine._hand:  # none was idle at that moment
+        boxes += await in_a_row(engine, 1, **options)
+    while (await engine.pools()).stages[-1].idle < 1:
+        await asyncio.sleep(0.001)
+    return boxes
+
+
+async def test_who_leases_in_a_row_asks_for_the_first_few_only(fake, tmp_path, asked):
+    """Each rollout has a sandbox and one account of its own all the same, at both ends, and it begins when it was asked for."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=16)
+        boxes = await in_a_row(engine, 20)
+
+        assert len(asked) == module._IN_A_ROW + 1
+        assert len({box.id for box in boxes}) == len({box.ledger.rollout for box in boxes}) == 20
+        theirs = await engine.ledgers()
+        assert [one["rollout"] for one in theirs] == [box.ledger.rollout for box in boxes]
+        assert {box.ledger.verdict for box in boxes} == {one["verdict"] for one in theirs} == {"trusted"}
+        last = boxes[-1].ledger
+        assert last.hit.kind == "exact" and "in hand" in last.hit.why
+        assert last.total_s < 1 and theirs[-1]["metrics"]["total_s"] < 1
+        assert abs(last.asked_at - theirs[-1]["asked_at"]) < 0.2
+        for one in (last.metrics(), theirs[-1]["metrics"]):
+            assert one["unattributed_s"] <= max(0.01 * one["total_s"], 50e-6)
+            assert one["queue_s"] == one["create_s"] == 0.0
+    assert not fake.live
+
+
+async def test_nothing_comes_ahead_for_who_takes_its_time(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SOON_S", -1.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        assert len(engine._hand) == 0 and service.leases == 0
+
+
+@pytest.mark.parametrize("options", [{"files": {"x": b""}}, {"ttl_s": 30.0}])
+async def test_nothing_comes_ahead_for_leases_that_it_would_not_fit(fake, tmp_path, options):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine, **options)
+        assert len(engine._hand) == 0 and service.leases == 0
+
+
+async def test_nothing_is_made_or_waited_for_to_be_given_ahead(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await in_a_row(engine)
+        assert len(engine._hand) == 0 and service.leases == 0
+
+
+async def test_another_spec_gets_a_sandbox_of_its_own(fake, tmp_path, asked):
+    """And what was in hand goes back: it is no longer what is leased in a row."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        before = len(asked)
+        async with engine.lease(env={"A": "1"}) as box:
+            assert "A=1" in (await box.run(["env"])).text
+        assert len(asked) == before + 1
+        await until(lambda: service.leases == 0)
+
+
+async def test_what_nobody_comes_for_goes_back_and_has_no_account(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_S", 0.05)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        boxes = await one_in_hand(engine)
+        assert service.leases == 1
+        await until(lambda: service.leases == 0)
+        await until(lambda: service.engine.pools().stages[-1].leased == 0)
+        assert len(await engine.ledgers()) == len(boxes)
+
+
+async def test_what_is_in_hand_is_recalled_for_who_would_have_to_wait(fake, tmp_path):
+    """At once: not when its time is up."""
+    async with serving(tmp_path, fake, pool=PoolOptions(entries=2)) as service:
+        async with untax.connect(service.url) as engine, untax.connect(service.url) as other:
+            await one_in_hand(engine)
+            async with asyncio.timeout(module._KEPT_S / 2):
+                first, second = await other.acquire(), await other.acquire()
+            assert len(engine._hand) == 0
+            assert first.ledger.verdict == second.ledger.verdict == "trusted"
+            await first.release()
+            await second.release()
+
+
+async def test_a_draining_server_gives_nothing_ahead_and_has_back_what_it_gave(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=3)
+        await in_a_row(engine)
+        box = await engine.acquire()
+        async with engine.lease():
+            pass
+        assert len(engine._hand) == 1
+        service.drain()
+        await until(lambda: not engine._hand)
+        assert (await box.run(["true"])).exit_code == 0
+        await box.release()
+        async with asyncio.timeout(5):
+            await service.wait_idle()
+        assert len(engine._hand) == 0 and service.leases == 0
+        with pytest.raises(untax.PoolClosed):
+            await engine.acquire()
+
+
+@pytest.mark.parametrize("fresh_s", [-1.0, 60.0])
+async def test_x22_one_that_died_in_hand_is_seen_by_nobody(fake, tmp_path, monkeypatch, fresh_s):
+    """Whether it is asked to prove that it lives, or came too short a time ago for that."""
+    monkeypatch.setattr(client, "FRESH_S", fresh_s)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [dead] = [box for owner in service.owners for box in owner.leases.values()]
+        next(one for one in fake.sandboxes if one.id == dead.id).die()
+        await until(lambda: dead.id not in fake.live)
+        async with engine.lease() as box:
+            assert (await box.run(["true"])).exit_code == 0
+        assert box.id != dead.id and box.ledger.verdict == "trusted"
+        assert dead.ledger.rollout not in {one["rollout"] for one in await engine.ledgers()}
+
+
+@pytest.mark.parametrize(("fresh_s", "proofs"), [(-1.0, 1), (60.0, 0)])
+async def test_x22_a_sandbox_that_came_a_while_ago_proves_that_it_lives(fake, tmp_path, monkeypatch, fresh_s, proofs):
+    """By an answer of its own, the time of which is in `ready`."""
+    monkeypatch.setattr(client, "FRESH_S", fresh_s)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        proved, prove = [], client.RemoteBox.prove
+
+        async def slowly(box, within_s):
+            await prove(box, within_s)
+            await asyncio.sleep(0.01)
+            proved.append(box.id)
+
+        monkeypatch.setattr(client.RemoteBox, "prove", slowly)
+        box = await engine.acquire()
+        assert "in hand" in box.ledger.hit.why
+        assert proved == [box.id] * proofs
+        assert (box.ledger.metrics()["ready_s"] >= 0.01) is bool(proofs)
+        await box.release()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+async def test_x33_what_a_dead_client_leaves_behind_has_an_account_if_it_was_leased(fake, tmp_path, is_taken):
+    async with serving(tmp_path, fake, lease_s=0.2) as service:
+        engine = untax.connect(service.url)
+        await engine.start()
+        boxes = await one_in_hand(engine)
+        if is_taken:
+            boxes.append(await engine.acquire())
+            await until(lambda: all(all(owner.ahead.values()) for owner in service.owners))
+        [owner] = service.owners
+        engine._connection._beat.cancel()
+        engine._connection._is_closed = True  # as if its process had been killed
+        break_connection(engine)
+        await until(lambda: owner.ended is not None and owner.ended.done())
+        await asyncio.sleep(0)  # ledgers are put by behind everything else
+        assert not service.leases and not service.engine._boxes
+        ledgers = service.latest_ledgers()
+        assert len(ledgers) == len(boxes)
+        assert ('"verdict":"infra"' in ledgers[-1]) is is_taken
+
+
+async def test_the_time_of_a_lease_begins_when_it_is_taken(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [waiting] = [box for owner in service.owners for box in owner.leases.values()]
+        before = waiting._expiry.when()
+        await asyncio.sleep(0.05)
+        box = await engine.acquire()
+        await until(lambda: waiting._expiry.when() >= before + 0.05)
+        assert box._expiry.when() >= before + 0.05
+        await box.release()
+
+
+async def test_a_lost_answer_brings_the_next_one_all_the_same(fake, tmp_path):
+    """There is never a second one."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        box = await engine.acquire()
+        [session] = service.sessions
+        say = session.say
+        session.say = lambda body, fd=None: say(body, fd) if "id" not in body or body["id"] == 0 else break_connection(engine)
+        await box.release()
+        assert len(engine._hand) == 1 and service.leases == 1
+        async with engine.lease() as box:
+            assert (await box.run(["true"])).exit_code == 0
+            assert "in hand" in box.ledger.hit.why
+
+
+async def test_closing_gives_back_what_is_in_hand(fake, tmp_path):
+    async with serving(tmp_path, fake) as service:
+        async with untax.connect(service.url) as engine:
+            boxes = await one_in_hand(engine)
+        await until(lambda: service.leases == 0)
+        assert len(service.ledgers) == len(boxes)
+        assert service.engine.pools().stages[-1].leased == 0
+
+
+async def test_a_server_that_is_gone_takes_what_it_gave_along(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        await service.aclose()
+        await until(lambda: not engine._hand)
+        with pytest.raises(untax.UntaxError):
+            await engine.acquire()
+
+
+async def test_a_worker_with_many_leases_has_no_more_in_hand_than_it_holds(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=8)
+        most = 0
+
+        async def loop():
+            nonlocal most
+            for _ in range(12):
+                async with engine.lease() as box:
+                    await box.run(["true"])
+                most = max(most, len(engine._hand))
+
+        await asyncio.gather(*(loop() for _ in range(3)))
+        assert 1 <= most <= 3
+        assert len(await engine.ledgers()) == 36
+
+
+async def test_every_lease_is_counted_once_at_its_gate(fake, tmp_path):
+    """What a tenant may hold includes what it has in hand, and all of it comes back."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        [owner] = service.owners
+        held = []
+        owner.gate = type(owner.gate)()
+        owner.gate.leased = held.append
+        await one_in_hand(engine)
+        assert sum(held) == 1
+        engine._hand.drop()
+        await until(lambda: service.leases == 0)
+        assert sum(held) == 0
+
+
+async def test_what_a_gate_refuses_is_not_given_ahead(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        [owner] = service.owners
+
+        await in_a_row(engine, module._IN_A_ROW)
+        box = await engine.acquire()
+
+        def refuse(spec):
+            raise untax.UsageError("no more")
+
+        owner.gate = type(owner.gate)()
+        owner.gate.admit = refuse
+        await box.release()
+        assert len(engine._hand) == 0 and service.leases == 0
+        assert box.ledger.verdict == "trusted"
+
+
+# ---- what must not come of it ----
+
+
+def given(service):
+    """The leases that clients have in hand."""
+    return [owner.leases[one] for owner in service.owners for one, is_taken in owner.ahead.items() if not is_taken and one in owner.leases]
+
+
+async def test_a_snapshot_is_never_restored_from_the_hand(tmp_path):
+    """What is in hand has the spec's own stages and nothing else."""
+    async with serving(tmp_path, FakeSubstrate()) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        request = untax.leases.checked(engine.offer, None, untax.leases.Bindings())
+        assert await engine.take_in_hand(replace(request, snapshot=object()), 0) is None
+        assert len(engine._hand) == 1
+
+
+async def test_one_that_dies_before_it_was_told_of_is_nobodys(fake, tmp_path, monkeypatch):
+    """Its lease does not stay behind."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        box = await engine.acquire()
+        await until(lambda: not given(service))
+        gate = fake.gates["destroy"] = asyncio.Event()
+        ending = asyncio.ensure_future(box.release())
+        await until(lambda: given(service))
+        [dead] = given(service)
+        next(one for one in fake.sandboxes if one.id == dead.id).die()
+        await until(lambda: dead._over is not None)
+        gate.set()
+        await ending
+        assert dead.id not in {one.id for one in given(service)}
+        engine._hand.drop()
+        await until(lambda: service.leases == 0)
+        assert dead.ledger.rollout not in {one["rollout"] for one in await engine.ledgers()}
+
+
+async def test_nothing_is_taken_while_the_server_cannot_be_told(fake, tmp_path):
+    async with serving(tmp_path, fake, lease_s=0.5) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        break_connection(engine)
+        await until(lambda: not engine._connection.is_connected)
+        box = await engine.acquire()
+        await asyncio.sleep(0.7)
+        assert (await box.run(["true"])).exit_code == 0
+        await box.release()
+        assert box.ledger.verdict == "trusted"
+
+
+async def test_a_fork_of_the_process_takes_nothing(fake, tmp_path, monkeypatch):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        monkeypatch.setattr(engine._connection, "_pid", -1)
+        with pytest.raises(untax.UsageError, match="fork"):
+            await engine.acquire()
+        monkeypatch.undo()
+        assert len(engine._hand) == 1
+
+
+async def test_a_client_that_is_busy_with_something_else_keeps_it_from_nobody(fake, tmp_path, monkeypatch):
+    """It neither gives back nor answers a recall: the server takes it back, and what is taken back is not leased."""
+    monkeypatch.setattr(operations, "_AHEAD_S", 0.1)
+    monkeypatch.setattr(module.Hand, "drop", lambda self: None)
+    async with serving(tmp_path, fake, pool=PoolOptions(entries=2)) as service:
+        async with untax.connect(service.url) as engine, untax.connect(service.url) as other:
+            await one_in_hand(engine)
+            boxes = [await other.acquire(wait_s=3.0), await other.acquire(wait_s=3.0)]
+            for box in boxes:
+                await box.release()
+            monkeypatch.setattr(client, "FRESH_S", 60.0)
+            box = await engine.acquire()
+            assert (await box.run(["true"])).exit_code == 0
+            await box.release()
+            assert box.ledger.verdict == "trusted"
+
+
+async def test_what_comes_while_a_drain_begins_is_not_leased(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        box = await engine.acquire()
+        given_, started = service.operations._given, asyncio.Event()
+
+        async def slowly(*args, **options):
+            started.set()
+            await asyncio.sleep(0.02)
+            return await given_(*args, **options)
+
+        service.operations._given = slowly
+        engine._hand.drop()
+        ending = asyncio.ensure_future(box.release())
+        await started.wait()
+        service.drain()
+        await ending
+        with pytest.raises(untax.PoolClosed):
+            await engine.acquire()
+        async with asyncio.timeout(5):
+            await service.wait_idle()
+
+
+async def test_a_recall_reaches_what_is_on_its_way(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        box = await engine.acquire()
+        await until(lambda: not given(service))
+        gate = fake.gates["destroy"] = asyncio.Event()
+        ending = asyncio.ensure_future(box.release())
+        await until(lambda: given(service))
+        drops = engine._hand.drops
+        service.recall()
+        await until(lambda: engine._hand.drops > drops)
+        gate.set()
+        await ending
+        await until(lambda: service.leases == 0)
+        assert len(engine._hand) == 0
+
+
+async def test_who_was_told_to_give_back_is_not_told_again_until_there_is_more(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [session] = service.sessions
+        said, say = [], session.say
+        session.say = lambda body, fd=None: (said.append(body.get("event")), say(body, fd))
+        for _ in range(5):
+            service.recall()
+        assert said.count("recall") == 1
+
+
+@pytest.mark.parametrize("has_next", [True, False])
+async def test_c15_a_lease_that_ends_while_its_owner_does_has_its_ledger(fake, tmp_path, has_next):
+    async with serving(tmp_path, fake) as service:
+        engine = untax.connect(service.url)
+        await engine.start()
+        await engine.warm(n=2)
+        before = len(await in_a_row(engine, module._IN_A_ROW + 1 if has_next else 1))
+        box = await engine.acquire()
+        await box.run(["true"])
+        [owner] = service.owners
+        gate = fake.gates["destroy"] = asyncio.Event()
+        ending = asyncio.ensure_future(box.release())
+        await until(lambda: owner.under_way)
+        await asyncio.sleep(0.01)
+        service.owners.end(owner, "the test says so")
+        gate.set()
+        await until(lambda: owner.ended.done())
+        await asyncio.sleep(0)
+        assert len(service.ledgers) == before + 1
+        ending.cancel()
+        await asyncio.wait([ending])
+        await engine.aclose()
+
+
+async def test_a_word_that_was_lost_is_said_again(fake, tmp_path):
+    """Or the rollout that took it would have no account should its client die."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [session] = service.sessions
+        session.message_received = lambda body, fd: None  # what comes next does not arrive
+        box = await engine.acquire()
+        assert given(service)
+        break_connection(engine)
+        await until(lambda: not given(service))
+        await box.release()
+        assert box.ledger.verdict == "trusted"
+
+
+async def test_an_ordinary_lease_cannot_be_ended_without_an_account(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        box = await engine.acquire()
+        await engine.ask("release", lease=box._lease_id, account={}, is_unused=True)
+        [ledger] = await engine.ledgers()
+        assert ledger["reasons"] == ["its holder could not take it"]
+        await box.release()
+
+
+async def test_who_is_counted_by_the_lease_is_given_nothing_ahead(fake, tmp_path):
+    """A tenant's rollouts are all asked for."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        [owner] = service.owners
+        owner.gate = type(owner.gate)()
+        owner.gate.name = "tenant"
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        assert len(engine._hand) == 0 and service.leases == 0
+
+
+async def test_a_proof_takes_no_longer_than_its_lease_may_wait(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "FRESH_S", -1.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [hung] = given(service)
+        next(one for one in fake.sandboxes if one.id == hung.id).cell.write = lambda data: None
+        async with asyncio.timeout(0.8):
+            box = await engine.acquire(wait_s=0.2)
+        assert box.id != hung.id
+        await box.release()
+
+
+async def test_an_engine_that_closes_meanwhile_gives_no_box(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "FRESH_S", -1.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        prove, closing = client.RemoteBox.prove, []
+
+        async def slowly(box, within_s):
+            await prove(box, within_s)
+            closing.append(asyncio.ensure_future(engine.aclose()))
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(client.RemoteBox, "prove", slowly)
+        with pytest.raises(untax.PoolClosed):
+            await engine.acquire()
+        await until(lambda: service.leases == 0)
+
+
+@pytest.mark.parametrize("off_ns", [10_000_000_000, -5_000_000_000])
+async def test_a_clock_that_is_off_makes_no_time(fake, tmp_path, monkeypatch, off_ns):
+    """Of when its holder gave a lease up: the server's own account adds up all the same."""
+    from untax.core import account
+
+    holding = account.holding
+    monkeypatch.setattr(account, "holding", lambda ledger: {**holding(ledger), "released_ns": holding(ledger)["released_ns"] + off_ns})
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        async with engine.lease() as box:
+            await box.run(["true"])
+        [ledger] = await engine.ledgers()
+        assert 0 <= ledger["metrics"]["cleanup_s"] < 1
+        assert 0 <= ledger["metrics"]["tax_s"] < 1
+
+
+async def test_who_leases_from_the_engine_itself_has_it_recalled_too(fake, tmp_path):
+    """As a server's HTTP side does."""
+    async with serving(tmp_path, fake, pool=PoolOptions(entries=2)) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        async with asyncio.timeout(module._KEPT_S / 2):
+            boxes = [await service.engine.acquire(), await service.engine.acquire()]
+        for box in boxes:
+            await box.release()
