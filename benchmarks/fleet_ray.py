@@ -2,16 +2,17 @@
 
 Actions go to a sandbox of another node over TLS, in turns with the same on an embedded engine's. Warm leases are hits, as in `warm_lease`, one after the other as a worker has them, and once more such that each is
 asked for; every call that this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet with a client on each node, as a
-trainer's workers are, from four `untax serve` with a client each, and from four engines in the clients' own processes; in turns, several times. Once more from the
-fleet with all clients on its head's node, so that most leases and their actions go over TLS.
+trainer's workers are, from four `untax serve` with a client each, and from four engines in the clients' own processes. Once more from the
+fleet with all clients on its head's node, so that most leases and their actions go over TLS. All of them are there from the beginning and take turns of two seconds, so that a machine
+that becomes slower does so for each; what is compared are neighbouring turns.
 """
 
 import argparse
 import asyncio
 import contextlib
 import importlib
-import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,11 +30,26 @@ from untax.cluster.fleet import Fleet
 ACTION_MS, LEASE_MS = 0.3, 1.0  # issue 9: ≤ embedded + this at p50
 SHARE = 0.9  # issue 9: of the leases per second of four separate engines
 NODES, AT_ONCE = 4, 2
-ROUNDS, ROUND_S = 3, 3.0
+ROUNDS = 8
+LEAD_S, TURN_S = 0.5, 1.5  # of a turn: until pools and rates are what they stay, and what is counted
+PAUSE_S = 0.3  # between turns: the kernel is not done with a sandbox when its end is told
 
 CLIENT = """
 import asyncio, json, sys, time, untax
-kind, where, state, seconds, at_once, node = sys.argv[1:7]
+kind, where, state, at_once, node = sys.argv[1:6]
+
+async def turn(engine, lead_s, counted_s):
+    begin = time.monotonic() + lead_s
+    end = begin + counted_s
+    done = 0
+    async def leases():
+        nonlocal done
+        while (now := time.monotonic()) < end:
+            async with engine.lease() as box:
+                (await box.run(["true"])).check()
+            done += begin <= now
+    await asyncio.gather(*(leases() for _ in range(int(at_once))))
+    return done / (time.monotonic() - begin)
 
 async def main():
     if kind == "fleet":
@@ -49,18 +65,8 @@ async def main():
         async with engine.lease() as box:
             await box.run(["true"])
         print("ready", flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
-        end = time.monotonic() + float(seconds)
-        done = 0
-        async def leases():
-            nonlocal done
-            while time.monotonic() < end:
-                async with engine.lease() as box:
-                    (await box.run(["true"])).check()
-                done += 1
-        await asyncio.gather(*(leases() for _ in range(int(at_once))))
-        print(json.dumps(done), flush=True)
-        await asyncio.to_thread(sys.stdin.readline)
+        while said := await asyncio.to_thread(sys.stdin.readline):
+            print(await turn(engine, *map(float, said.split())), flush=True)
 
 asyncio.run(main())
 """
@@ -144,30 +150,36 @@ def _counted(calls: list[str]) -> Iterator[None]:
 def _throughput(fleet: Fleet, place: Path, rounds: int) -> list[Row]:
     nodes = [member.address for member in fleet.members]
     head = next(node.member.address for node in fleet._nodes.values() if node.is_here)
-    found: dict[str, list[float]] = {"fleet": [], "served": [], "embedded": [], "one node": []}
     with _servers(place) as urls:
         where = {
             "fleet": [("fleet", fleet.ticket(), node) for node in nodes],
-            "one node": [("fleet", fleet.ticket(), head)] * NODES,
-            "served": [("served", url, "-") for url in urls],
             "embedded": [("embedded", "-", "-")] * NODES,
+            "served": [("served", url, "-") for url in urls],
+            "one node": [("fleet", fleet.ticket(), head)] * NODES,
         }
-        for turn in range(rounds):
-            for kind in list(found)[:: 1 if turn % 2 else -1]:
-                found[kind].append(_round(where[kind], place))
-    rate = {kind: sorted(rates)[len(rates) // 2] for kind, rates in found.items()}
-    ratio = rate["fleet"] / rate["embedded"]
+        found: dict[str, list[float]] = {kind: [] for kind in where}
+        with contextlib.ExitStack() as stack:
+            clients = {kind: stack.enter_context(_clients(some, place)) for kind, some in where.items()}
+            for turn in range(rounds):
+                for kind in list(where)[:: 1 if turn % 2 else -1]:
+                    found[kind].append(_turn(clients[kind]))
+    rate = {kind: statistics.median(rates) for kind, rates in found.items()}
+
+    def share(of: str, kind: str = "fleet") -> float:
+        return statistics.median(one / other for one, other in zip(found[kind], found[of], strict=True))
+
+    ratio = share("embedded")
     return [
         _measure.number(
             "leases/s of four agents ÷ of four engines", "namespace", ratio, "×", budget=f"≥ {SHARE:g}", holds=ratio >= SHARE,
-            note=f"{rate['fleet']:.0f}/s, a client on each node, against {rate['embedded']:.0f}/s, each in its client's own process; medians of {rounds}",
+            note=f"{rate['fleet']:.0f}/s, a client on each node, against {rate['embedded']:.0f}/s, each in its client's own process; medians of {rounds} turns",
         ),
         _measure.number(
-            "  ÷ of four served engines", "namespace", rate["fleet"] / rate["served"], "×", budget="", holds=None,
-            note=f"{rate['served']:.0f}/s, with a client each",
+            "  ÷ of four served engines", "namespace", share("served"), "×", budget="", holds=None,
+            note=f"{rate['served']:.0f}/s, with a client each, {share('embedded', 'served'):.2f} × of four engines",
         ),
         _measure.number(
-            "  all clients on one node ÷ four engines", "namespace", rate["one node"] / rate["embedded"], "×", budget="", holds=None,
+            "  all clients on one node ÷ four engines", "namespace", share("embedded", "one node"), "×", budget="", holds=None,
             note=f"{rate['one node']:.0f}/s, most of them over TLS",
         ),
     ]  # fmt: skip
@@ -190,32 +202,42 @@ def _servers(place: Path) -> Iterator[list[str]]:
         yield urls
 
 
-def _round(where: list[tuple[str, str, str]], place: Path) -> float:
+@contextlib.contextmanager
+def _clients(where: list[tuple[str, str, str]], place: Path) -> Iterator[list[subprocess.Popen[str]]]:
     clients = [
         subprocess.Popen(
-            [sys.executable, "-c", CLIENT, kind, one, f"{place}/own{number}", str(ROUND_S), str(AT_ONCE), node],
+            [sys.executable, "-c", CLIENT, kind, one, f"{place}/own{number}", str(AT_ONCE), node],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": "src"},
         )
         for number, (kind, one, node) in enumerate(where)
     ]  # fmt: skip
     try:
         for client in clients:
-            assert client.stdout is not None and client.stdout.readline() == "ready\n"
-        begin = time.monotonic()
+            if _said(client) != "ready":
+                raise SystemExit("fleet_ray: a client did not start")
+        yield clients
         for client in clients:
-            assert client.stdin is not None
-            client.stdin.write("go\n")
-            client.stdin.flush()
-        done = sum(int(json.loads(client.stdout.readline())) for client in clients if client.stdout is not None)
-        took = time.monotonic() - begin
-        for client in clients:
-            client.communicate("end\n", timeout=60)
-        return done / took
+            client.communicate(timeout=60)
     finally:
         for client in clients:
             if client.poll() is None:
                 client.kill()
                 client.wait()
+
+
+def _turn(clients: list[subprocess.Popen[str]]) -> float:
+    """Leases a second of all of them together."""
+    time.sleep(PAUSE_S)
+    for client in clients:
+        assert client.stdin is not None
+        client.stdin.write(f"{LEAD_S} {TURN_S}\n")
+        client.stdin.flush()
+    return sum(float(_said(client)) for client in clients)
+
+
+def _said(client: subprocess.Popen[str]) -> str:
+    assert client.stdout is not None
+    return client.stdout.readline().strip()
 
 
 def _row(what: str, ours: list[float], embedded: list[float], more_ms: float, note: str = "native: embedded") -> Row:
@@ -228,7 +250,7 @@ def _row(what: str, ours: list[float], embedded: list[float], more_ms: float, no
 
 def _arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rounds", type=int, default=ROUNDS, metavar="N", help="of each kind of four clients; 0 for none (default: %(default)s)"
+        "--rounds", type=int, default=ROUNDS, metavar="N", help="turns of each kind of four clients; 0 for none (default: %(default)s)"
     )
 
 
