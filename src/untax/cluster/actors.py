@@ -39,6 +39,7 @@ __all__ = ["NAMESPACE", "Keeper", "NodeActor", "keeper_name", "node_actor_name"]
 _ANSWER_S = 60.0  # for an actor to be there and to answer: Ray starts a process for it
 _BEGIN_S = 60.0  # for an agent to start
 _SETTLE_S = 20.0  # for the first look at all nodes, where some are in the fleet already
+_PATIENCE = 3.0  # the same as a multiple of what the first of them took: on a busy machine Ray's processes alone take longer than that
 _TELL_S = 5.0  # for an agent to hear who else there is, before the others hear of the next change
 _CALLS = 10_000  # at once: every client waits for changes
 _RESTS = "it rests: nobody needed it; it is woken when leases wait"
@@ -151,9 +152,14 @@ class Keeper:
 
     async def _settle(self) -> None:
         """Clients wait until it is known of each node whether it can be used, and not much longer than others take for one that hangs."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         late: set[asyncio.Future[bool]] = {asyncio.ensure_future(node.tried.wait()) for node in self._nodes.values()}
         if late:
-            _, late = await asyncio.wait(late, timeout=_SETTLE_S)
+            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        if late:
+            took_s = loop.time() - began_s
+            _, late = await asyncio.wait(late, timeout=max(_SETTLE_S, _PATIENCE * took_s) - took_s)
         while late and not any(node.member is not None for node in self._nodes.values()):
             _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
         for one in late:

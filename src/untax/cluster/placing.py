@@ -199,7 +199,7 @@ class Placing:
             return None
         box = await engine.take_in_hand(request, engine.clock())
         if box is not None:
-            box.note(lambda ledger: setattr(ledger, "placed", Placed(str(self.views.here), _IN_HAND)))
+            box.was_placed(Placed(str(self.views.here), _IN_HAND))
         return box
 
     def _giver(self) -> RemoteEngine | None:
@@ -288,7 +288,7 @@ class Placing:
         else:
             self.views.came(claim)
             box.on_given_back = functools.partial(self._given_back, claim)
-        box.note(lambda ledger: setattr(ledger, "placed", Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items()))))
+        box.was_placed(Placed(ranked.node, why, tuple((node, str(exc)) for node, exc in tried.items())))
         asyncio.get_running_loop().call_soon(self._learn_of, request.spec, ranked.node, box)  # nobody waits for that
         return box
 

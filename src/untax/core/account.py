@@ -11,11 +11,12 @@ from typing import Any
 
 from untax.core.errors import ProtocolError
 from untax.core.ledger import KEPT_ACTIONS, KEPT_EGRESS, ActionRecord, EgressRecord, Ledger, Placed
-from untax.core.span import Clock
 
 IN_HAND = "in hand: given with the end of the lease before it"
 """Why a lease was served at once, where its client had been given the sandbox ahead."""
 
+_HOLDERS = ("sandboxes", "resets", "placed")
+"""What the holder's ledger knows better than the server's did when it handed the lease out."""
 _NAME_MAX = 200
 _WORDS_MAX = 2000
 _TRIED_MAX = 64
@@ -32,34 +33,32 @@ def opening(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def opened(data: Mapping[str, Any], *, asked_ns: int, shift_ns: int, clock: Clock, now_ns: int | None = None) -> Ledger:
-    """The holder's ledger, of a lease that came now or at `now_ns`. The way to the server is in `queue`, the way back in `ready`."""
+def complete(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
+    """Put how the lease came to be into the ledger that its holder began when it was asked for. The way to the server is in `queue`, the way back in
+    `ready`. `ProtocolError` leaves it as it was.
+    """
+    asked_ns = ledger._start_ns
+    come_ns = asked_ns if ledger._held_from_ns is None else ledger._held_from_ns
     try:
-        facts = dict(data["facts"])
-        ledger = Ledger(
-            rollout=facts.pop("rollout"),
-            substrate=facts.pop("substrate"),
-            isolation=facts.pop("isolation"),
-            start_ns=asked_ns,
-            clock=clock,
-        )
-        ledger.sandboxes = [str(one) for one in facts.pop("sandboxes")]
-        for name, value in facts.items():
-            setattr(ledger, name, dict(value) if isinstance(value, Mapping) else value)
+        facts = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data["facts"].items()}
+        sandboxes = [str(one) for one in facts["sandboxes"]]
         began_ns, held_ns = max(asked_ns, int(data["start_ns"]) + shift_ns), int(data["held_ns"]) + shift_ns
         parts = [(str(name), int(start) + shift_ns, int(end) + shift_ns) for name, start, end in data["parts"]]
         reasons = [str(reason) for reason in data["reasons"]]
-    except (KeyError, TypeError, ValueError) as exc:
+        facts["rollout"], facts["substrate"], facts["isolation"]
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise ProtocolError(f"a lease without its account: {exc!r}") from exc
-    now_ns = clock() if now_ns is None else now_ns
-    ledger.add("queue", asked_ns, began_ns)
-    for name, start_ns, end_ns in parts:
-        ledger.add(name, max(start_ns, asked_ns), max(end_ns, asked_ns))
-    ledger.add("ready", max(asked_ns, min(held_ns, now_ns)), now_ns)
-    ledger.held(now_ns)
+    for name, value in facts.items():
+        if name not in _HOLDERS:
+            setattr(ledger, name, value)
+    ledger.sandboxes[:1] = sandboxes
+    ledger._parts[:0] = [
+        ("queue", asked_ns, began_ns),
+        *((name, max(start_ns, asked_ns), max(end_ns, asked_ns)) for name, start_ns, end_ns in parts),
+        ("ready", max(asked_ns, min(held_ns, come_ns)), come_ns),
+    ]
     for reason in reasons:
         ledger.fault(reason)
-    return ledger
 
 
 def holding(ledger: Ledger) -> dict[str, Any]:

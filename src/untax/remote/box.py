@@ -8,7 +8,7 @@ import threading
 import time
 from builtins import list as list_
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from untax.box import Box
 from untax.channel import actions
@@ -17,7 +17,7 @@ from untax.channel.egress import Egress, EgressAttempt
 from untax.channel.handover import Resumed
 from untax.core import account
 from untax.core.errors import ProtocolError, SandboxLost, SubstrateError, UntaxError
-from untax.core.ledger import ActionRecord, Ledger
+from untax.core.ledger import ActionRecord, Ledger, Placed
 from untax.core.root import ImageConfig
 from untax.core.span import Stopwatch
 from untax.core.stream import ByteStream
@@ -34,7 +34,7 @@ log = logging.getLogger("untax.box")
 
 # The server ends a lease by its time and so do we; which of the two is seen first differs by less than this.
 _EXPIRY_SLACK_NS = 100_000_000
-_opening = threading.Lock()
+_completing = threading.Lock()
 
 
 class RemoteBox(Box):
@@ -56,12 +56,12 @@ class RemoteBox(Box):
                 raise ProtocolError("a lease without its image's facts")
             if not isinstance(held_ns, int) or not isinstance(opening, bytes):
                 raise ProtocolError("a lease without its account")
-            super().__init__(engine, request, cast("Ledger", None))  # opened later
+            server = engine.server
+            ledger = Ledger(rollout="", substrate=server.substrate, isolation=server.isolation, start_ns=asked_ns, clock=engine.clock)
+            ledger.sandboxes.append(sandbox)
+            super().__init__(engine, request, ledger)
             self._opening: bytes = opening
-            self._first_id = sandbox
-            self._asked_ns, self._came_ns = asked_ns, self._clock()
-            self._note: Callable[[Ledger], object] | None = None
-            self._shift_ns = engine.server.shift_ns
+            self._shift_ns = server.shift_ns
             self._lease_id = lease_id
             self._is_ahead = is_ahead
             self._image = image
@@ -70,10 +70,9 @@ class RemoteBox(Box):
         except BaseException:
             stream.close()
             raise
-        left_s = max(0.0, (self._until_ns - self._came_ns) / 1e9)
+        self.came()
+        left_s = max(0.0, (self._until_ns - self._clock()) / 1e9)
         self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
-        if not is_ahead:
-            self.came()
 
     async def prove(self, within_s: float) -> None:
         """Of one that was given ahead a while ago: its answer is the proof that it lives. `SandboxLost` when it does not give one in time."""
@@ -85,8 +84,7 @@ class RemoteBox(Box):
 
     def came(self) -> None:
         """Its holder has it from now on."""
-        self._came_ns = self._clock()
-        asyncio.get_running_loop().call_soon(self._open_account)  # while the first action is on its way, if not before
+        self._ledger.held(self._clock())
 
     def dismiss(self) -> None:
         """Nobody has it, and nobody ever had."""
@@ -100,51 +98,35 @@ class RemoteBox(Box):
     # ---- its account ----
 
     @property
-    def _ledger(self) -> Ledger:
-        return self._opened if self._opened is not None else self._open_account()
+    def ledger(self) -> Ledger:
+        """What the server knows of it is put in when somebody looks, which most holders never do."""
+        if self._opening:
+            self._complete()
+        return self._ledger
 
-    @_ledger.setter
-    def _ledger(self, ledger: Ledger | None) -> None:
-        self._opened = ledger
+    def was_placed(self, placed: Placed) -> None:
+        self._ledger.placed = placed
 
-    def note(self, into: Callable[[Ledger], object]) -> None:
-        """Have something written into the ledger as soon as there is one, which may be in another thread."""
-        if self._opened is not None:
-            into(self._opened)
-        else:
-            self._note = into
-
-    def _open_account(self) -> Ledger:
-        """From any thread: a blocking holder may be quicker than the event loop."""
-        with _opening:
-            if self._opened is None:
-                ledger = self._read_account()
-                if self._note is not None:
-                    self._note(ledger)
-                self._opening, self._note, self._opened = b"", None, ledger
-            return self._opened
-
-    def _read_account(self) -> Ledger:
-        clock, now_ns = self._clock, self._came_ns
-        try:
-            data = unpacked(self._opening)
-            ledger = account.opened(data, asked_ns=self._asked_ns, shift_ns=self._shift_ns, clock=clock, now_ns=now_ns)
+    def _complete(self) -> None:
+        """From any thread: a blocking holder looks from its own."""
+        with _completing:
+            opening, self._opening = self._opening, b""
+            if not opening:
+                return
+            ledger = self._ledger
+            try:
+                account.complete(ledger, unpacked(opening), shift_ns=self._shift_ns)
+            except ProtocolError as exc:
+                ledger.fault(f"ProtocolError: {exc}")
             if self._is_ahead:
-                ledger.asked_at = time.time() - (clock() - self._asked_ns) / 1e9
+                ledger.asked_at = time.time() - (self._clock() - ledger.start_ns) / 1e9
                 if ledger.hit is not None:
                     ledger.hit.why = account.IN_HAND
-            return ledger
-        except ProtocolError as exc:
-            server = self._engine.server
-            ledger = Ledger(rollout="", substrate=server.substrate, isolation=server.isolation, start_ns=self._asked_ns, clock=clock)
-            ledger.sandboxes.append(self._first_id)
-            ledger.held(now_ns)
-            ledger.fault(f"ProtocolError: {exc}")
-            return ledger
 
-    @property
-    def id(self) -> str:
-        return self._first_id if self._opened is None else super().id
+    def _note_egress(self, attempt: EgressAttempt) -> None:
+        if self._opening:
+            self._complete()  # what is logged names the rollout
+        super()._note_egress(attempt)
 
     def _channel_over(self, stream: ByteStream, resumed: Resumed) -> Channel:
         egress = Egress(self.spec.network, on_attempt=self._note_egress) if self.spec.network != "none" else None

@@ -13,7 +13,7 @@ import math
 import os
 import select
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from untax.core.span import now_ns
 from untax.core.stream import ByteStream
 from untax.remote.boot import boot_id
 from untax.remote.dial import GREETING_S, Dialler
+from untax.remote.marks import SLOTS, Marks
 from untax.remote.messages import KNOCK, PROTOCOL, Body, error_of
 from untax.remote.stream import MessageStream
 
@@ -170,7 +171,7 @@ class Connection:
         self._beat_ns: int | None = None  # when the last one was sent that has no answer yet
         self._way_s: float | None = None
         self._unheard = 0
-        self._taken: set[str] = set()  # leases of what came ahead, while they last
+        self._marks: Marks | None = None
         self._is_closed = False
 
     # ---- requests ----
@@ -249,17 +250,11 @@ class Connection:
         _Awake.at_s = self._loop.time()
         self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
 
-    def tell_taken(self, lease_id: str) -> None:
-        """What the server gave ahead was leased. Said before its holder goes on, who may not come back to the loop for long; nobody waits for it."""
-        self._taken.add(lease_id)
-        self._tell_taken([lease_id])
-
-    def taken_is_over(self, lease_id: str) -> None:
-        self._taken.discard(lease_id)
-
-    def _tell_taken(self, lease_ids: Collection[str]) -> None:
-        if self._stream is not None and lease_ids:
-            self._stream.send({"id": 0, "op": "taken", "leases": list(lease_ids)})
+    def take(self, slot: object) -> None:
+        """What the server gave ahead under this number is leased. `ProtocolError` for a number that is none."""
+        if self._marks is None or isinstance(slot, bool) or not isinstance(slot, int) or not 0 <= slot < SLOTS:
+            raise ProtocolError(f"a lease was given ahead without its place: {slot!r}")
+        self._marks.take(slot)
 
     def _seen(self) -> int:
         """Up to which number every request was answered that has an answer."""
@@ -328,6 +323,7 @@ class Connection:
                 async with asyncio.timeout(GREETING_S):
                     await said
         self._drop_stream()
+        self._share(None)
         self._fail_all(PoolClosed("the connection to the server is closed"))
         self._pending.clear()
 
@@ -374,9 +370,7 @@ class Connection:
         self._unheard = 0
         self._schedule_beat()
         if before is not None and self.server.owner != before.owner:
-            self._taken.clear()
             self._on_forgotten()
-        self._tell_taken(self._taken)  # what was said before may have been lost
         self._resend()
 
     def _resend(self) -> None:
@@ -397,6 +391,7 @@ class Connection:
         if isinstance(event := body.get("event"), str):
             self._on_event(event, body)
         elif self._greeting is not None:
+            self._share(fd)
             self._greeted(self._greeting[1], body)
         elif isinstance(request_id, int) and (pending := self._pending.get(request_id)) is not None:
             self._answered(request_id, pending, body, fd)
@@ -418,6 +413,17 @@ class Connection:
         if not self._is_closed and (self._pending or self._is_needed()) and self._retrying is None:
             self._retrying = self._loop.create_task(self._retry(reason))
             self._retrying.add_done_callback(_heard)
+
+    def _share(self, fd: int | ByteStream | None) -> None:
+        """The page that came with a greeting; without one nothing is given ahead."""
+        marks, self._marks = self._marks, None
+        if marks is not None:
+            marks.close()
+        if isinstance(fd, int):
+            try:
+                self._marks = Marks(fd)
+            except (OSError, ValueError) as exc:
+                log.warning("%s: nothing is leased ahead: %s", self._place, exc)
 
     def _greeted(self, greeting: asyncio.Future[Body], body: Body) -> None:
         if greeting.done():

@@ -280,7 +280,7 @@ class RemoteEngine(Leasing):
         connection.check_process()
         while (given := hand.take(request)) is not None:
             try:
-                box = await self._proven(given, request, asked_ns)
+                box = await self._proven(connection, given, request, asked_ns)
             except BaseException as exc:
                 self.chore(self._give_back(given.lease_id, is_unused=True))
                 if not isinstance(exc, UntaxError):
@@ -288,13 +288,12 @@ class RemoteEngine(Leasing):
                 self._check_running()
                 log.info("what %s gave ahead is of no use: %s", self._place, exc)
                 continue
-            connection.tell_taken(given.lease_id)
             self._boxes.add(box)
             return box
         return None
 
-    async def _proven(self, given: Given, request: Request, asked_ns: int) -> RemoteBox:
-        """A box of what was in hand, which lives. `UntaxError` when it does not, or came too late."""
+    async def _proven(self, connection: Connection, given: Given, request: Request, asked_ns: int) -> RemoteBox:
+        """A box of what was in hand, which lives and is marked as taken. `UntaxError` when it does not, or came too late."""
         if given.reply.has_ended:
             given.reply.discard()
             raise SandboxLost("", "it died in hand")
@@ -303,6 +302,7 @@ class RemoteEngine(Leasing):
             if asyncio.get_running_loop().time() > given.at_s + FRESH_S:
                 await box.prove(_PROOF_S if request.wait_s is None else min(request.wait_s, _PROOF_S))
             self._check_running()
+            connection.take(given.reply.body.get("slot"))
         except BaseException:
             box.dismiss()
             raise
@@ -327,8 +327,6 @@ class RemoteEngine(Leasing):
     async def give_up(self, lease_id: str, request: Request, account: Mapping[str, Any]) -> None:
         """A lease is over. The next one of the same may come with the answer."""
         hand = self._hand
-        if self._connection is not None:
-            self._connection.taken_is_over(lease_id)
         if hand is None or self._state != "running" or not self.wants_next or not hand.wants(request, len(self._boxes)):
             await self.ask("release", lease=lease_id, account=account)
             if hand is not None:

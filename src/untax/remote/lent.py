@@ -44,11 +44,12 @@ class LentBox(RemoteBox):
             self.end_by("the server did not say what commands find inside")
             raise ProtocolError("a lease without its facts: install the same release on both sides")
         self.facts = facts
-        self.served_by = "none" if self._ledger.hit is None else self._ledger.hit.kind
+        ledger = self.ledger
+        self.served_by = "none" if ledger.hit is None else ledger.hit.kind
         """How the server's own pool had it."""
-        self.came_s = self._ledger.total_s
+        self.came_s = ledger.total_s
         """From asking for it until it was there."""
-        self.raised_s = sum(span.elapsed_ns for span in self._ledger.spans if span.name in ("create", "setup")) / 1e9
+        self.raised_s = sum(span.elapsed_ns for span in ledger.spans if span.name in ("create", "setup")) / 1e9
         """Of that, what the server's own substrate took."""
 
     def _channel_over(self, stream: ByteStream, resumed: Resumed) -> Channel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +128,10 @@ class Operations:
 
     async def op_release(self, owner: Owner, args: _Args, tell: Tell) -> Outcome:  # noqa: ARG002
         lease_id, next_id = args.text("lease"), args.text_or_none("next")
-        if args.truth_or_false("is_unused") and owner.ahead.get(lease_id) is False:
+        if args.truth_or_false("is_unused") and owner.ahead.is_untaken(lease_id):
             await self._give_back(owner, lease_id)
             return Outcome({})
-        box, is_ahead = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id, None) is not None
+        box, is_ahead = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id) is not None
         if box is None:
             return Outcome({})
         try:
@@ -160,7 +160,7 @@ class Operations:
         if following.handed is None:  # on a full machine the end of one takes as long as the making of another
             following = await self._next(owner, next_id, box.request)
         if following.handed is not None:
-            asyncio.get_running_loop().call_later(_AHEAD_S, self._take_back, owner, next_id, owner.leases.get(next_id))
+            asyncio.get_running_loop().call_later(_AHEAD_S, self._look_after, owner, next_id)
         return following
 
     async def _next(self, owner: Owner, lease_id: str, last: Request) -> Outcome:
@@ -172,10 +172,12 @@ class Operations:
             if not self._engine.has_idle(request):
                 return Outcome({})
             owner.gate.admit(request.spec)
-            owner.ahead[lease_id], owner.is_recalled = False, False
+            if (slot := owner.ahead.add(lease_id)) is None:
+                return Outcome({})
+            owner.is_recalled = False
             given = await self._given(owner, lease_id, request)
         except BaseException as exc:
-            owner.ahead.pop(lease_id, None)
+            owner.ahead.pop(lease_id)
             if not isinstance(exc, UntaxError):
                 raise
             log.debug("%s is not given the next lease ahead: %s", owner.label, exc)
@@ -183,6 +185,7 @@ class Operations:
         if not self._may_give(owner):
             await self._give_back(owner, lease_id)
             return Outcome({})
+        given.body["slot"] = slot
         return given
 
     def _may_give(self, owner: Owner) -> bool:
@@ -191,23 +194,21 @@ class Operations:
             self.gives_ahead and not owner.is_over and not owner.gate.name and owner.attachment is not None and owner.attachment.proves_life
         )
 
-    def _take_back(self, owner: Owner, lease_id: str, box: Tenancy | None) -> None:
-        """A client that is busy with something else for so long gives nothing back by itself."""
-        if box is not None and owner.ahead.get(lease_id) is False and owner.leases.get(lease_id) is box:
+    def _look_after(self, owner: Owner, lease_id: str) -> None:
+        """What was given ahead a while ago and is still there: leased, or in the hand of a client that is busy with something else and gives nothing back."""
+        box = owner.leases.get(lease_id)
+        if box is None:
+            return
+        if owner.ahead.is_untaken(lease_id):
             self._engine.chore(self._give_back(owner, lease_id))
-
-    def taken(self, owner: Owner, lease_ids: Iterable[object]) -> None:
-        """These were given ahead, and leased since."""
-        for lease_id in lease_ids:
-            if isinstance(lease_id, str) and owner.ahead.get(lease_id) is False and (box := owner.leases.get(lease_id)) is not None:
-                owner.ahead[lease_id] = True
-                box.begin_term()
+        else:
+            box.begin_term()  # its time began between then and now: it has all of it, and its holder knows to the moment when it ends
 
     async def _give_back(self, owner: Owner, lease_id: str) -> None:
         """Nobody wants it, or could take it."""
-        box, is_taken = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id, True)
+        box, is_taken = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id)
         if box is not None:
-            await self._released(owner, box, has_account=is_taken)
+            await self._released(owner, box, has_account=is_taken is not False)
 
     async def _released(self, owner: Owner, box: Tenancy, *, has_account: bool = True) -> None:
         """What was given ahead and never leased is no rollout, and has no account."""
@@ -224,7 +225,8 @@ class Operations:
         leases, owner.leases = owner.leases, {}
         for box in leases.values():
             box.ledger.fault(f"the holder of the lease is gone: {reason}")
-        ends = [self._released(owner, box, has_account=owner.ahead.pop(lease_id, True)) for lease_id, box in leases.items()]
+        ends = [self._released(owner, box, has_account=owner.ahead.pop(lease_id) is not False) for lease_id, box in leases.items()]
+        owner.ahead.close()
         unsaved = {name: one for name, one in owner.snapshots.items() if not one.is_saved}
         for outcome in [
             *await asyncio.gather(*ends, return_exceptions=True),

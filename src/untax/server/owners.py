@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 from untax.core.errors import UsageError
+from untax.server.ahead import Ahead
 
 if TYPE_CHECKING:
     from untax.core.spec import EnvSpec
@@ -121,8 +122,8 @@ class Owner:
         """For people: whose it is."""
         self.gate: Gate = Open()
         self.leases: dict[str, Tenancy] = {}
-        self.ahead: dict[str, bool] = {}
-        """Of the leases those that were given before they were asked for, and whether they were since."""
+        self.ahead = Ahead()
+        """Of the leases those that were given before they were asked for."""
         self.is_recalled = False
         """Whether it was told to give those back, and has got none since."""
         self.snapshots: dict[str, Snapshot] = {}

@@ -137,7 +137,7 @@ class Service:
         """Somebody needs what lies in clients' hands, if anything does."""
         for session in list(self.sessions):
             owner = session.owner
-            if owner is not None and not owner.is_recalled and not all(owner.ahead.values()):
+            if owner is not None and not owner.is_recalled and owner.ahead.has_untaken:
                 owner.is_recalled = True
                 session.say({"event": "recall"})
 
@@ -277,7 +277,8 @@ class Session:
                     "now_ns": service.engine.clock(),
                     **more,
                 },
-            }
+            },
+            owner.ahead.fd if self._proves_life else None,
         )
         service.owners.attach(owner, self)
 
@@ -305,9 +306,6 @@ class Session:
             service.answers.seen(owner, seen)
         op, args = body["op"], body.get("args")
         match op:
-            case "taken":
-                leases = body.get("leases")
-                service.operations.taken(owner, leases if isinstance(leases, tuple) else ())
             case "knock":
                 service.operations.knocked(owner)
             case "renew":

@@ -111,6 +111,7 @@ class UnixListener:
                 raise UsageError("this owner is a tenant's: connect over HTTP")
             late.cancel()
             stream.is_known = True
+            owner.ahead.share()
             if owner.proof is not None:
                 owner.proof.close()
             pidfd = _pidfd(sock, pid)

@@ -181,6 +181,19 @@ async def test_one_node_that_hangs_holds_nobody_up(ray, monkeypatch):
     await rolls_until(there, lambda roll: {one.node_id for one in roll.members} == {"later", "stuck"})
 
 
+async def test_where_the_first_one_is_slow_the_others_have_longer(ray, monkeypatch):
+    """On a machine that is busy they all are, and whoever brings a fleet up means all of its nodes."""
+    monkeypatch.setattr(actors, "_SETTLE_S", 0.05)
+    gates = {}
+    for name in ("first", "second"):
+        ray.join(name)
+        gates[name] = ray.agents.hanging[name] = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.3, gates["first"].set)
+    loop.call_later(0.5, gates["second"].set)
+    assert {one.node_id for one in (await ticket_of(keeper(ray))).members} == {"first", "second"}
+
+
 async def test_a_node_joins_while_the_only_other_one_hangs(ray):
     ray.join("stuck")
     ray.agents.hanging["stuck"] = asyncio.Event()

@@ -25,11 +25,21 @@ def a_server_s(clock):
     return ledger
 
 
-def a_rollout(shift_ns=0):
+def a_holder_s(theirs, *, asked_ns, come_ns, shift_ns, is_complete=True):
+    ledger = Ledger(
+        rollout="", substrate="fake", isolation="vm", start_ns=asked_ns + shift_ns, clock=FakeClock(start_ns=come_ns + shift_ns)
+    )
+    ledger.sandboxes.append("sbx-1")
+    ledger.held(come_ns + shift_ns)
+    if is_complete:
+        account.complete(ledger, sent(account.opening(theirs)), shift_ns=shift_ns)
+    return ledger
+
+
+def a_rollout(shift_ns=0, *, is_complete=True):
     """The server's clock is `shift_ns` behind the holder's. Asked at 990, held at 1,040, an action of 20, a reset of 5, released at 1,080."""
-    clock = FakeClock(start_ns=1_040 + shift_ns)
     theirs = a_server_s(FakeClock(start_ns=1_030))
-    ours = account.opened(sent(account.opening(theirs)), asked_ns=990 + shift_ns, shift_ns=shift_ns, clock=clock)
+    ours = a_holder_s(theirs, asked_ns=990, come_ns=1_040, shift_ns=shift_ns, is_complete=is_complete)
     ours.record(ActionRecord("run", 1_050 + shift_ns, 1_068 + shift_ns, 1_070 + shift_ns, 10, "exited"))
     ours.add("reset", 1_070 + shift_ns, 1_075 + shift_ns)
     ours.egress_attempt(EgressRecord("example.org", 443, "denied", "no", 1_051 + shift_ns))
@@ -52,9 +62,28 @@ def test_the_holder_has_the_whole(shift_ns):
     assert (numbers["holder_s"], numbers["unattributed_s"], numbers["total_s"]) == (15, 0, 100)
 
 
+def test_the_holder_has_the_whole_whenever_it_looks():
+    """Also once everything is over, with resets and faults of its own in between."""
+    early, late = (a_rollout(is_complete=is_complete) for is_complete in (True, False))
+    for ours, _ in (early, late):
+        ours.sandboxes.append("sbx-2")
+        ours.was_reset("replaced")
+        ours.add("cleanup", 1_080, 1_090)
+        ours.closed(1_090)
+        ours.asked_at = 0.0
+    ours, theirs = late
+    assert (ours.rollout, ours.hit, ours.stages) == ("", None, {})
+    account.complete(ours, sent(account.opening(theirs)), shift_ns=0)
+    early[0].asked_at = ours.asked_at
+    assert ours.to_json() == early[0].to_json()
+    assert (ours.sandboxes, ours.resets) == (["sbx-1", "sbx-2"], {"replaced": 1})
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
 @pytest.mark.parametrize("shift_ns", [0, 5_000_000])
-def test_the_server_gets_the_holder_s_part(shift_ns):
-    ours, theirs = a_rollout(shift_ns)
+def test_the_server_gets_the_holder_s_part(shift_ns, is_complete):
+    """Whether the holder has looked into its ledger or not."""
+    ours, theirs = a_rollout(shift_ns, is_complete=is_complete)
     theirs.add("reset", 1_071, 1_074)  # what it saw of it itself is not counted twice
     ours.fault("SandboxLost: gone")
 
@@ -90,9 +119,13 @@ def test_an_account_that_cannot_be_read_changes_nothing(spoiled):
     assert theirs.to_json() == before
 
 
-def test_a_lease_without_its_account_is_refused():
+@pytest.mark.parametrize("spoiled", [{"facts": {}}, {"facts": 1}, {"parts": [1]}, {"start_ns": "x"}, {"reasons": None}])
+def test_a_lease_whose_account_cannot_be_read_is_refused_and_the_holder_s_stays_as_it_is(spoiled):
+    ours, theirs = a_rollout(is_complete=False)
+    before = ours.to_json()
     with pytest.raises(ProtocolError):
-        account.opened({"facts": {}}, asked_ns=0, shift_ns=0, clock=FakeClock())
+        account.complete(ours, sent(account.opening(theirs)) | spoiled, shift_ns=0)
+    assert ours.to_json() == before
 
 
 @pytest.mark.parametrize("shift_ns", [0, 5_000_000])
@@ -100,8 +133,7 @@ def test_what_was_given_ahead_begins_with_who_asked_for_it(shift_ns):
     """Held by the server since 1,030, asked for at 2,000, had at 2,010, released at 2,050: the time in between is nobody's."""
     theirs = a_server_s(FakeClock(start_ns=1_030))
     asked_at = theirs.asked_at
-    clock = FakeClock(start_ns=2_010 + shift_ns)
-    ours = account.opened(sent(account.opening(theirs)), asked_ns=2_000 + shift_ns, shift_ns=shift_ns, clock=clock)
+    ours = a_holder_s(theirs, asked_ns=2_000, come_ns=2_010, shift_ns=shift_ns)
     ours.record(ActionRecord("run", 2_020 + shift_ns, 2_038 + shift_ns, 2_040 + shift_ns, 10, "exited"))
     ours.released(2_050 + shift_ns)
     account.merge(theirs, sent(account.holding(ours)), shift_ns=-shift_ns, is_ahead=True)

@@ -8,10 +8,12 @@ from tests.unit.server.test_service import break_connection, serving, until
 
 import untax
 import untax.leases
+from untax.core.account import IN_HAND
 from untax.pool.options import PoolOptions
 from untax.remote import engine as client
 from untax.remote import hand as module
-from untax.server import operations
+from untax.remote.marks import SLOTS
+from untax.server import ahead, operations
 from untax.server.operations import Operations
 from untax.testing import FakeSubstrate
 
@@ -196,7 +198,7 @@ async def test_x33_what_a_dead_client_leaves_behind_has_an_account_if_it_was_lea
         boxes = await one_in_hand(engine)
         if is_taken:
             boxes.append(await engine.acquire())
-            await until(lambda: all(all(owner.ahead.values()) for owner in service.owners))
+            assert not any(owner.ahead.has_untaken for owner in service.owners)
         [owner] = service.owners
         engine._connection._beat.cancel()
         engine._connection._is_closed = True  # as if its process had been killed
@@ -209,7 +211,9 @@ async def test_x33_what_a_dead_client_leaves_behind_has_an_account_if_it_was_lea
         assert ('"verdict":"infra"' in ledgers[-1]) is is_taken
 
 
-async def test_the_time_of_a_lease_begins_when_it_is_taken(fake, tmp_path):
+async def test_the_time_of_a_lease_begins_when_it_is_taken(fake, tmp_path, monkeypatch):
+    """To the moment by its holder's clock; the server's is never earlier."""
+    monkeypatch.setattr(operations, "_AHEAD_S", 0.1)
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         await one_in_hand(engine)
         [waiting] = [box for owner in service.owners for box in owner.leases.values()]
@@ -309,7 +313,7 @@ async def test_what_a_gate_refuses_is_not_given_ahead(fake, tmp_path):
 
 def given(service):
     """The leases that clients have in hand."""
-    return [owner.leases[one] for owner in service.owners for one, is_taken in owner.ahead.items() if not is_taken and one in owner.leases]
+    return [box for owner in service.owners for one, box in owner.leases.items() if owner.ahead.is_untaken(one)]
 
 
 async def test_a_snapshot_is_never_restored_from_the_hand(tmp_path):
@@ -456,18 +460,41 @@ async def test_c15_a_lease_that_ends_while_its_owner_does_has_its_ledger(fake, t
         await engine.aclose()
 
 
-async def test_a_word_that_was_lost_is_said_again(fake, tmp_path):
+async def test_what_is_taken_is_known_to_a_server_that_hears_nothing(fake, tmp_path):
     """Or the rollout that took it would have no account should its client die."""
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         await one_in_hand(engine)
-        [session] = service.sessions
-        session.message_received = lambda body, fd: None  # what comes next does not arrive
-        box = await engine.acquire()
         assert given(service)
+        [session] = service.sessions
+        session.message_received = lambda body, fd: None  # whatever is said does not arrive
+        box = await engine.acquire()
+        assert not given(service)
         break_connection(engine)
-        await until(lambda: not given(service))
         await box.release()
         assert box.ledger.verdict == "trusted"
+
+
+@pytest.mark.parametrize("slot", [None, True, "0", -1, SLOTS])
+async def test_what_came_without_a_place_for_its_mark_is_given_back_and_another_asked_for(fake, tmp_path, slot):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        engine._hand._given[0].reply.body["slot"] = slot
+        box = await engine.acquire()
+        assert box.ledger.hit.why != IN_HAND
+        await box.release()
+        await until(lambda: service.leases == len(engine._hand))
+        assert box.ledger.verdict == "trusted"
+
+
+async def test_who_has_no_page_is_given_nothing_ahead(fake, tmp_path, monkeypatch):
+    def none():
+        raise OSError("no memory")
+
+    monkeypatch.setattr(ahead, "Slots", none)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        assert len(engine._hand) == 0 and service.leases == 0
 
 
 async def test_an_ordinary_lease_cannot_be_ended_without_an_account(fake, tmp_path):

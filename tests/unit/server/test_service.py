@@ -165,7 +165,7 @@ async def test_who_said_nothing_for_a_while_is_woken_before_a_lease_is_even_chec
 async def test_the_ledger_is_whole_from_the_first_look_in_whatever_thread_that_is(fake, tmp_path):
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         box = await engine.acquire()
-        assert box._opened is None, "nobody has waited for it"
+        assert not box._ledger.rollout, "nobody has waited for it"
         assert box.id == "fake-0"
         ledgers = await asyncio.gather(*(asyncio.to_thread(lambda: box.ledger) for _ in range(4)))
         assert {id(one) for one in (*ledgers, box.ledger)} == {id(box.ledger)}
