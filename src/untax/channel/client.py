@@ -131,6 +131,10 @@ class Channel:
         """End the channel; actions in flight raise `SandboxLost`."""
         self._lose("the channel was closed", None)
 
+    def stop_listening(self) -> None:
+        """Nothing that comes from now on is wanted, its end neither: who holds it is about to `close` it."""
+        self._stream.pause_reading()
+
     def _gone(self) -> Resumed:
         """The stream is somebody else's from here on; see `handover.give`."""
         self._reason = "the channel was handed over"

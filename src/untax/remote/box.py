@@ -254,6 +254,8 @@ class RemoteBox(Box):
 
     async def _give_back(self, reason: str) -> None:  # noqa: ARG002  the account has it
         channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.stop_listening()  # the server ends it ahead of its answer, and we would be woken once more for that
         try:
             # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
             await self._engine.give_up(self._lease_id, self._request, account.holding(self._ledger))

@@ -10,6 +10,7 @@ import struct
 import pytest
 
 import untax
+from untax.channel.stream import SocketStream
 from untax.pool.options import PoolOptions
 from untax.remote import connection as client
 from untax.remote.messages import PROTOCOL, Framer, decode, encode
@@ -173,6 +174,32 @@ async def test_the_ledger_is_whole_from_the_first_look_in_whatever_thread_that_i
         await box.run(["true"])
         await box.release()
         assert box.ledger.metrics()["unattributed_s"] <= max(0.01 * box.ledger.total_s, 50e-6)
+
+
+async def test_the_end_of_what_is_given_up_wakes_nobody(fake, tmp_path, monkeypatch):
+    """The server ends the channel a moment before it answers: its holder hears of the answer only."""
+    heard = []
+    readable = SocketStream._readable
+    monkeypatch.setattr(SocketStream, "_readable", lambda self: (heard.append(self), readable(self)))
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        box = await engine.acquire()
+        stream = box._channel._stream
+        await box.run(["true"])
+        assert stream in heard
+        heard.clear()
+        await box.release()
+        assert stream not in heard and stream._closed
+
+
+async def test_an_action_under_way_is_told_that_its_box_was_released(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        box = await engine.acquire()
+        running = asyncio.ensure_future(box.run(["sleep", "600"]))
+        await asyncio.sleep(0.01)
+        await box.release()
+        with pytest.raises(untax.SandboxLost, match="released"):
+            await running
+        assert box.ledger.verdict == "trusted"
 
 
 async def test_a_lease_whose_account_cannot_be_read_is_not_to_be_trusted(fake, tmp_path, monkeypatch):
