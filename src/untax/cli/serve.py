@@ -23,7 +23,6 @@ import untax
 from untax import substrates
 from untax.core.errors import UsageError
 from untax.server.descriptors import allow_descriptors
-from untax.server.garbage import look_seldom
 from untax.server.service import LEASE_S, Service
 from untax.server.sole import only_server
 from untax.server.unix import UnixListener
@@ -139,7 +138,6 @@ async def _serve(arguments: argparse.Namespace, tell: Callable[[str], None]) -> 
                 hosting, told = await http.start(service, stack)
                 leases = hosting
                 document = {"listening": told["url"], **document, **told}
-            look_seldom()
             tell(str(document["listening"]))
             _say_ready(arguments, document)
             ended_by = await signals.get()

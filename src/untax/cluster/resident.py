@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import time
@@ -17,7 +18,6 @@ from untax.cluster.agent import Agent, Plan, Post
 from untax.cluster.scaling import Load
 from untax.cluster.terms import Roll
 from untax.core.errors import UntaxError
-from untax.server.garbage import look_seldom
 
 log = logging.getLogger("untax.cluster")
 
@@ -74,7 +74,9 @@ class NodeActor:
                 except (UntaxError, OSError) as exc:
                     return {"refused": f"{type(exc).__name__}: {exc}"}
                 self._agent = agent
-                look_seldom()
+                # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
+                gc.collect()
+                gc.freeze()
         return {"member": await self.member()}
 
     async def member(self) -> dict[str, Any] | None:
