@@ -153,15 +153,16 @@ class Keeper:
     async def _settle(self) -> None:
         """Clients wait until it is known of each node whether it can be used, and not much longer than others take for one that hangs."""
         loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        began_s, took_s = loop.time(), 0.0
         late: set[asyncio.Future[bool]] = {asyncio.ensure_future(node.tried.wait()) for node in self._nodes.values()}
-        if late:
-            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
-        if late:
-            took_s = loop.time() - began_s
-            _, late = await asyncio.wait(late, timeout=max(_SETTLE_S, _PATIENCE * took_s) - took_s)
-        while late and not any(node.member is not None for node in self._nodes.values()):
-            _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+        while late:
+            left_s = began_s + max(_SETTLE_S, _PATIENCE * took_s) - loop.time()
+            if left_s <= 0 and any(node.member is not None for node in self._nodes.values()):
+                break
+            # While there is none at all, also one that joins by now would do.
+            tried, late = await asyncio.wait(late, timeout=left_s if left_s > 0 else LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if tried and not took_s:
+                took_s = loop.time() - began_s
         for one in late:
             one.cancel()
         for node in self._nodes.values():

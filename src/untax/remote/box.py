@@ -110,18 +110,18 @@ class RemoteBox(Box):
     def _complete(self) -> None:
         """From any thread: a blocking holder looks from its own."""
         with _completing:
-            opening, self._opening = self._opening, b""
-            if not opening:
-                return
+            if not self._opening:
+                return  # another thread did it meanwhile
             ledger = self._ledger
             try:
-                account.complete(ledger, unpacked(opening), shift_ns=self._shift_ns)
+                account.complete(ledger, unpacked(self._opening), shift_ns=self._shift_ns)
             except ProtocolError as exc:
                 ledger.fault(f"ProtocolError: {exc}")
             if self._is_ahead:
                 ledger.asked_at = time.time() - (self._clock() - ledger.start_ns) / 1e9
                 if ledger.hit is not None:
                     ledger.hit.why = account.IN_HAND
+            self._opening = b""  # last: until then everybody else waits here
 
     def _note_egress(self, attempt: EgressAttempt) -> None:
         if self._opening:
@@ -254,9 +254,9 @@ class RemoteBox(Box):
 
     async def _give_back(self, reason: str) -> None:  # noqa: ARG002  the account has it
         channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.stop_listening()  # the server ends it ahead of its answer, and we would be woken once more for that
         try:
+            if channel is not None:
+                channel.stop_listening()  # the server ends it ahead of its answer, and we would be woken once more for that
             # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
             await self._engine.give_up(self._lease_id, self._request, account.holding(self._ledger))
         except UntaxError as exc:

@@ -250,6 +250,11 @@ class Connection:
         _Awake.at_s = self._loop.time()
         self._stream.send({"id": request_id, "op": pending.op, "seen": self._seen(), "args": pending.args})
 
+    @property
+    def can_take(self) -> bool:
+        """Whether the server would know what was taken of what it gives ahead."""
+        return self._marks is not None
+
     def take(self, slot: object) -> None:
         """What the server gave ahead under this number is leased. `ProtocolError` for a number that is none."""
         if self._marks is None or isinstance(slot, bool) or not isinstance(slot, int) or not 0 <= slot < SLOTS:

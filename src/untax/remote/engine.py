@@ -302,6 +302,7 @@ class RemoteEngine(Leasing):
             if asyncio.get_running_loop().time() > given.at_s + FRESH_S:
                 await box.prove(_PROOF_S if request.wait_s is None else min(request.wait_s, _PROOF_S))
             self._check_running()
+            box._live()  # its end may have come with its answer
             connection.take(given.reply.body.get("slot"))
         except BaseException:
             box.dismiss()
@@ -326,7 +327,7 @@ class RemoteEngine(Leasing):
 
     async def give_up(self, lease_id: str, request: Request, account: Mapping[str, Any]) -> None:
         """A lease is over. The next one of the same may come with the answer."""
-        hand = self._hand
+        hand = self._hand if self._connection is not None and self._connection.can_take else None
         if hand is None or self._state != "running" or not self.wants_next or not hand.wants(request, len(self._boxes)):
             await self.ask("release", lease=lease_id, account=account)
             if hand is not None:
@@ -344,7 +345,8 @@ class RemoteEngine(Leasing):
             hand.failed()
             reply.discard()
         else:
-            hand.keep(request, next_id, reply, drops)
+            age_s = (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9  # the way here may have taken its time
+            hand.keep(request, next_id, reply, drops, age_s=max(0.0, age_s))
 
     async def _give_back(self, lease_id: str, *, is_unused: bool = False) -> None:
         """A lease that could not be taken, or that nobody asked for."""

@@ -32,7 +32,7 @@ class Given:
     lease_id: str
     reply: Reply
     at_s: float
-    """When it came: its server had just seen that it lives."""
+    """When it was given: its server had just seen that it lives."""
 
 
 class Hand:
@@ -94,10 +94,10 @@ class Hand:
         """How often everything was given back: what was asked for before is not kept after it."""
         return self._drops
 
-    def keep(self, request: Request, lease_id: str, reply: Reply, drops: int) -> None:
-        """It came; `drops` is what it was when that was asked for."""
+    def keep(self, request: Request, lease_id: str, reply: Reply, drops: int, *, age_s: float = 0.0) -> None:
+        """It came; `drops` is what it was when that was asked for, and it was given so long ago: who was busy meanwhile may be late for it."""
         self._coming -= 1
-        given = Given(lease_id, reply, self._loop.time())
+        given = Given(lease_id, reply, self._loop.time() - age_s)
         if drops != self._drops or self._is_closed or (request.spec, request.ttl_s) != self._for:
             self._let_go(given)
             return

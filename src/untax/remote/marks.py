@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections import deque
 
 SLOTS = mmap.PAGESIZE
 """Of one client: leases that are given ahead and were not given up yet."""
@@ -41,15 +42,15 @@ class Slots:
         except BaseException:
             os.close(self.fd)
             raise
-        self._free: list[int] = []
+        self._free: deque[int] = deque()
         self._used = 0
 
     def give(self) -> int | None:
         """One that is nobody's, not taken; None when there is none."""
-        if self._free:
-            slot = self._free.pop()
-        elif self._used < SLOTS:
+        if self._used < SLOTS:
             slot, self._used = self._used, self._used + 1
+        elif self._free:
+            slot = self._free.popleft()  # the one that was free the longest: a mark that comes late is nobody's
         else:
             return None
         self._page[slot] = 0

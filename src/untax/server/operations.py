@@ -208,6 +208,8 @@ class Operations:
         """Nobody wants it, or could take it."""
         box, is_taken = owner.leases.pop(lease_id, None), owner.ahead.pop(lease_id)
         if box is not None:
+            if is_taken:
+                box.ledger.fault("it was taken back in the moment in which it was leased")
             await self._released(owner, box, has_account=is_taken is not False)
 
     async def _released(self, owner: Owner, box: Tenancy, *, has_account: bool = True) -> None:

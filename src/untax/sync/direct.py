@@ -66,6 +66,9 @@ class Direct:
     def lost_reason(self) -> str | None:
         return self.blocking.lost_reason
 
+    def stop_listening(self) -> None:
+        pass  # it is read from by whoever waits for an answer, in its own thread
+
     def close(self) -> None:
         self.blocking.close()
 

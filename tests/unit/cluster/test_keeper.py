@@ -203,6 +203,17 @@ async def test_a_node_joins_while_the_only_other_one_hangs(ray):
     await until(lambda: "later" in ray.agents.there)
 
 
+async def test_a_node_that_joins_is_enough_while_the_only_other_one_hangs(ray, monkeypatch):
+    monkeypatch.setattr(actors, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(actors, "LOOK_S", 0.01)
+    ray.join("stuck")
+    ray.agents.hanging["stuck"] = asyncio.Event()
+    there = keeper(ray)
+    await until(lambda: there.actor._settling is not None)
+    ray.join("later")
+    assert [one.node_id for one in (await ticket_of(there)).members] == ["later"]
+
+
 async def test_an_agent_that_does_not_start_is_ended_and_tried_again(ray, monkeypatch):
     monkeypatch.setattr(actors, "_BEGIN_S", 0.05)
     ray.join("stuck")

@@ -6,11 +6,14 @@ import json
 import os
 import socket
 import struct
+import time
 
 import pytest
 
 import untax
+import untax.sync
 from untax.channel.stream import SocketStream
+from untax.core import account
 from untax.pool.options import PoolOptions
 from untax.remote import connection as client
 from untax.remote.messages import PROTOCOL, Framer, decode, encode
@@ -163,17 +166,45 @@ async def test_who_said_nothing_for_a_while_is_woken_before_a_lease_is_even_chec
         assert asked == said
 
 
-async def test_the_ledger_is_whole_from_the_first_look_in_whatever_thread_that_is(fake, tmp_path):
+async def test_the_ledger_is_whole_from_the_first_look_in_whatever_thread_that_is(fake, tmp_path, monkeypatch):
+    """Also for who looks while another thread is about to complete it."""
+    complete = account.complete
+
+    def slowly(*args, **options):
+        time.sleep(0.05)
+        complete(*args, **options)
+
+    monkeypatch.setattr(account, "complete", slowly)
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         box = await engine.acquire()
         assert not box._ledger.rollout, "nobody has waited for it"
         assert box.id == "fake-0"
-        ledgers = await asyncio.gather(*(asyncio.to_thread(lambda: box.ledger) for _ in range(4)))
-        assert {id(one) for one in (*ledgers, box.ledger)} == {id(box.ledger)}
-        assert box.ledger.sandboxes == ["fake-0"] and box.ledger.hit.kind == "cold"
+        seen = await asyncio.gather(*(asyncio.to_thread(lambda: (box.ledger.rollout, box.ledger.hit)) for _ in range(4)))
+        assert all(rollout and hit.kind == "cold" for rollout, hit in seen) and len({rollout for rollout, _ in seen}) == 1
+        assert box.ledger.sandboxes == ["fake-0"]
         await box.run(["true"])
         await box.release()
         assert box.ledger.metrics()["unattributed_s"] <= max(0.01 * box.ledger.total_s, 50e-6)
+
+
+async def test_blocking_clients_release_what_they_lease(fake, tmp_path):
+    async with serving(tmp_path, fake) as service:
+
+        def rollouts():
+            with untax.sync.connect(service.url) as engine:
+                boxes = [engine.acquire() for _ in range(2)]
+                for box in boxes:
+                    assert box.run(["true"]).exit_code == 0
+                    box.release()
+                assert not engine._inner._boxes
+                return [box.ledger for box in boxes]
+
+        ledgers = await asyncio.to_thread(rollouts)
+        assert service.leases == 0
+        assert all(ledger.is_closed and ledger.verdict == "trusted" and len(ledger.actions) == 1 for ledger in ledgers)
+        kept = [json.loads(one) for one in service.latest_ledgers()]
+        assert {one["rollout"] for one in kept} == {ledger.rollout for ledger in ledgers}
+        assert {one["verdict"] for one in kept} == {"trusted"}
 
 
 async def test_the_end_of_what_is_given_up_wakes_nobody(fake, tmp_path, monkeypatch):
