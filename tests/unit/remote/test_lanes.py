@@ -150,6 +150,61 @@ def test_frames_that_mean_nothing_are_refused(nonsense):
         list(websocket.Parser(is_client=True).feed(nonsense))
 
 
+def _read(parser, pieces):
+    """What is found, or that it is refused."""
+    found = []
+    try:
+        for piece in pieces:
+            found += parser.feed(piece)
+    except ProtocolError as exc:
+        found.append(str(exc))
+    return found
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+@pytest.mark.parametrize("most", [100, 70_000])
+def test_a_frame_that_comes_whole_is_read_as_one_that_comes_byte_by_byte(is_client, most):
+    """Whatever is in its head: the way for what is usual lets nothing pass that the other does not."""
+    rng = random.Random(most)
+    refused = 0
+    for first in (0x00, 0x01, 0x02, 0x08, 0x12, 0x42, 0x80, 0x81, 0x82, 0x83, 0x88, 0x89, 0x8A, 0x8B, 0x92, 0xA2, 0xC2, 0xF2, 0xFF):
+        for second in (0, 1, 5, 99, 100, 101, 125, 126, 127, 128, 129, 133, 225, 228, 229, 253, 254, 255):
+            short = second & 0x7F
+            for size in {126: (0, 5, 90, 200), 127: (0, 7, 200, 1 << 20, 1 << 63)}.get(short, (short,)):
+                head = bytes((first, second)) + (b"" if short < 126 else size.to_bytes(2 if short == 126 else 8, "big"))
+                whole = head + rng.randbytes(min(size, 300) + (0 if is_client else 4))
+                for data in (whole, whole[:-1], whole + b"\x82", whole + whole, head, head[:-1], b"\x02\x00" + whole):
+                    one, other = (websocket.Parser(is_client=is_client, most=most) for _ in range(2))
+                    found = _read(one, [data])
+                    assert found == _read(other, [data[at : at + 1] for at in range(len(data))]), data[:20]
+                    refused += any(isinstance(message, str) for message in found)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+def test_a_whole_frame_between_the_pieces_of_a_message_is_refused(is_client):
+    parser = websocket.Parser(is_client=is_client)
+    whole = websocket.frame(websocket.BINARY, b"whole", is_client=not is_client)
+    piece = bytes((whole[0] & 0x7F,)) + whole[1:]
+    assert list(parser.feed(piece)) == []
+    with pytest.raises(ProtocolError, match="breaks off what was begun"):
+        list(parser.feed(whole))
+
+
+def test_masks_are_not_used_again():
+    masks = {websocket.frame(websocket.BINARY, b"", is_client=True)[2:] for _ in range(5000)}
+    assert len(masks) > 4990 and all(len(mask) == 4 for mask in masks)
+
+
+def test_a_large_message_in_small_pieces_takes_time_by_its_size():
+    """64 MiB in 4 KiB: joined again for each piece, that would be half a terabyte to copy."""
+    data = bytes(64 << 20)
+    frame = websocket.frame(websocket.BINARY, data, is_client=False)
+    parser = websocket.Parser(is_client=True)
+    found = [message for at in range(0, len(frame), 4096) for message in parser.feed(frame[at : at + 4096])]
+    assert found == [(websocket.BINARY, data)]
+
+
 def test_a_message_that_does_not_end_is_refused_within_bounds():
     parser = websocket.Parser(is_client=True, most=1 << 16)
     with pytest.raises(ProtocolError, match=r"does not end|allowed"):
