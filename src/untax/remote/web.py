@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from untax.core.errors import BackendError, ProtocolError, UntaxError, UsageError
-from untax.remote import websocket
+from untax.remote import tls, websocket
 from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, Lane, read_ack
 from untax.remote.messages import decode, encode, error_of
 from untax.remote.stream import Receiver
@@ -59,7 +59,11 @@ class WebStream(asyncio.Protocol):
         address = self._address
         try:
             async with asyncio.timeout(_DIAL_S):
-                await self._loop.create_connection(lambda: self, address.host, address.port, ssl=tls_of(address))
+                context = tls_of(address)
+                if context is None:
+                    await self._loop.create_connection(lambda: self, address.host, address.port)
+                else:
+                    await tls.connect(self, address.host, address.port, context, handshake_s=_DIAL_S)
                 await self._opened
         except TimeoutError:
             self._end()

@@ -1,6 +1,7 @@
 """The sockets of the service: where it may listen, and an HTTP server that slow or endless senders cannot hold up.
 
-uvicorn reads the requests. What it leaves open is closed here: a request's head has to come within `HEAD_S` and `HEAD_MAX` bytes.
+uvicorn reads the requests. What it leaves open is closed here: a request's head has to come within `HEAD_S` and `HEAD_MAX` bytes. With a
+certificate, hands are shaken by `untax.remote.tls` before uvicorn is told of a connection, within `HANDSHAKE_S`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from untax.core.errors import BackendError, UsageError
+from untax.remote.tls import TlsTransport
 from untax.service import held
 
+HANDSHAKE_S = 10.0
+"""For hands to be shaken; as long as a client of ours waits for a server."""
 HEAD_S = 5.0
 """For the head of a request to come, from the connection or the request's first byte on."""
 HEAD_MAX = 64 << 10
@@ -147,14 +151,11 @@ class HttpListener:
     def __init__(self, app: ASGIApp, address: Address, upgrade: Upgrade | None = None) -> None:
         self._address = address
         protocol = type("Protocol", (Protocol,), {"upgrade": staticmethod(upgrade)}) if upgrade is not None else Protocol
-        tls: dict[str, Any] = {}
-        if address.tls_cert is not None:
-            _check_certificate(address)
-            tls = {"ssl_certfile": address.tls_cert, "ssl_keyfile": address.tls_key}
+        http: Any = protocol if address.tls_cert is None else _inside_tls(protocol, _context(address))
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=protocol,
+                http=http,
                 ws="websockets-sansio",
                 ws_max_size=_WS_MAX,
                 ws_per_message_deflate=False,
@@ -166,7 +167,6 @@ class HttpListener:
                 timeout_graceful_shutdown=int(_STOP_S),
                 limit_concurrency=CONNECTIONS_MAX,
                 proxy_headers=False,
-                **tls,
             )
         )
         self._sockets: list[socket.socket] = []
@@ -216,9 +216,22 @@ class HttpListener:
             sock.close()
 
 
-def _check_certificate(address: Address) -> None:
+def _context(address: Address) -> ssl.SSLContext:
+    """What uvicorn would make of the certificate; no client is asked for one."""
     assert address.tls_cert is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(address.tls_cert, address.tls_key)
+        context.load_cert_chain(address.tls_cert, address.tls_key)
     except (OSError, ssl.SSLError) as exc:
         raise UsageError(f"--tls-cert {address.tls_cert}, --tls-key {address.tls_key}: {exc}") from exc
+    return context
+
+
+def _inside_tls(protocol: type[Protocol], context: ssl.SSLContext) -> Callable[..., TlsTransport]:
+    """What uvicorn calls for each connection, where it has a class otherwise."""
+
+    def accepted(**wiring: Any) -> TlsTransport:
+        return TlsTransport(protocol(**wiring), context, handshake_s=HANDSHAKE_S)
+
+    return accepted
