@@ -30,6 +30,7 @@ from untax.service.fleet import NodeStatus
 NODES = 4
 CLIENTS = 48
 SETTLES = 4000  # rollouts; with fewer the new node may join when all is over
+HAND_S = 2.0  # what this process has in hand when the last rollout ends goes back after one
 AGAIN_S = 0.05  # until a rollout for which there was no lease asks again
 
 
@@ -113,6 +114,7 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
                 await asyncio.gather(*(trainer.client() for _ in range(CLIENTS)))
                 took = time.perf_counter() - begin
                 killed, added = await faults
+                await asyncio.sleep(HAND_S)
                 async with operating(cluster.address, fleet.name) as operated:
                     nodes = (await operated.status()).nodes
         finally:
