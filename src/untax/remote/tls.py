@@ -324,9 +324,6 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
     def can_write_eof(self) -> bool:
         return False
 
-    def write_eof(self) -> None:
-        raise NotImplementedError("TLS has no end of one direction here, as with asyncio's")
-
     def get_write_buffer_size(self) -> int:
         return self._waiting_size + self._out.pending + self._raw.get_write_buffer_size()
 

@@ -12,6 +12,7 @@ from untax.core.account import IN_HAND
 from untax.pool.options import PoolOptions
 from untax.remote import engine as client
 from untax.remote import hand as module
+from untax.remote.box import RemoteBox
 from untax.remote.marks import SLOTS
 from untax.server import ahead, operations
 from untax.server.operations import Operations
@@ -495,6 +496,70 @@ async def test_who_has_no_page_is_given_nothing_ahead(fake, tmp_path, monkeypatc
         await engine.warm(n=2)
         await in_a_row(engine)
         assert len(engine._hand) == 0 and service.leases == 0
+
+
+async def test_what_took_long_to_get_here_is_as_old_as_it_is(fake, tmp_path, monkeypatch):
+    """Who was busy while it lay in the socket: the server is about to take it back."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        engine._hand.drop()
+        box = await engine.acquire()
+        clock = engine.clock
+        monkeypatch.setattr(engine, "clock", lambda: clock() + int(2 * module._KEPT_S * 1e9))
+        await box.release()
+        monkeypatch.undo()
+        box = await engine.acquire()
+        assert box.ledger.hit.why != IN_HAND
+        await box.release()
+
+
+async def test_one_whose_end_comes_with_its_proof_of_life_is_not_leased(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "FRESH_S", -1.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        prove = RemoteBox.prove
+
+        async def proved(self, within_s):
+            await prove(self, within_s)
+            self.end_by("it died in that moment")
+
+        monkeypatch.setattr(RemoteBox, "prove", proved)
+        box = await engine.acquire()
+        assert (await box.run(["true"])).exit_code == 0 and box.ledger.hit.why != IN_HAND
+        await box.release()
+        assert box.ledger.verdict == "trusted"
+
+
+async def test_what_is_taken_in_the_moment_of_being_taken_back_has_an_account_that_says_so(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [owner] = service.owners
+        [(lease_id, box)] = owner.leases.items()
+        engine._connection.take(engine._hand._given[0].reply.body["slot"])
+        before = len(service.latest_ledgers())
+        await service.operations._give_back(owner, lease_id)
+        assert len(service.latest_ledgers()) == before + 1
+        assert box.ledger.verdict == "infra" and "taken back" in box.ledger.reason
+
+
+async def test_who_could_not_say_what_it_takes_asks_for_nothing_ahead(fake, tmp_path, monkeypatch):
+    named = []
+    op_release = Operations.op_release
+
+    async def seen(self, owner, args, tell):
+        named.append(args.text_or_none("next"))
+        return await op_release(self, owner, args, tell)
+
+    monkeypatch.setattr(Operations, "op_release", seen)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=2)
+        await in_a_row(engine)
+        assert any(named)
+        named.clear()
+        engine._connection._share(None)
+        await in_a_row(engine)
+        assert named and not any(named)
 
 
 async def test_an_ordinary_lease_cannot_be_ended_without_an_account(fake, tmp_path):
