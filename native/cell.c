@@ -14,6 +14,7 @@
 #include "confined.h"
 #include "contained.h"
 #include "dispatch.h"
+#include "ferry.h"
 #include "held.h"
 #include "init.h"
 #include "io.h"
@@ -32,6 +33,7 @@ static int usage(FILE *to, int status) {
           "  --told   memory is counted outside: SIGUSR1 from there says that it ran out\n"
           "cell agent --held NAME [--patience SECONDS] [--cut] [--dir DIR]  the same on streams that `cell join NAME` brings\n"
           "cell join NAME                  bring standard input and output to such an agent\n"
+          "cell ferry                      carry channels between clients elsewhere and sandboxes here, for the agent on standard input\n"
           "cell cut                        take all network interfaces down but the loopback\n"
           "cell init                       the first process of a virtual machine\n"
           "cell confined … -- PROGRAM …    start a program that ends with its engine and gains nothing\n"
@@ -146,6 +148,7 @@ int main(int argc, char **argv) {
     const char *what = argc > 1 ? argv[1] : "";
     if (!strcmp(what, "agent")) return agent(argc - 2, argv + 2);
     if (!strcmp(what, "join") && argc == 3) return join_main(argv[2]);
+    if (!strcmp(what, "ferry") && argc == 2) return ferry_main(0);
     if (!strcmp(what, "cut") && argc == 2) return cut_main();
     if (!strcmp(what, "confined")) return confined_main(argc - 2, argv + 2);
     if (!strcmp(what, "tsc-khz")) return tsc_khz();

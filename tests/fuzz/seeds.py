@@ -1,6 +1,6 @@
 """Writes seeds for the native fuzz targets: inputs that hold many valid requests, with answers of a worker between them.
 
-A mutator alone takes hours to come upon one whole SPAWN. `python tests/fuzz/seeds.py agent DIRECTORY`, or `actions`, or `texts`.
+A mutator alone takes hours to come upon one whole SPAWN. `python tests/fuzz/seeds.py agent DIRECTORY`, or `actions`, `ferry`, `texts`.
 """
 
 import random
@@ -142,9 +142,30 @@ def texts_seed(choose, _known):
     return b"\0" + b"\n".join(bytes((choose.randrange(8),)) + b"".join(choose.choices(_PARTS, k=choose.randrange(1, 8))) for _ in range(60))
 
 
+def ferry_seed(choose, _known):
+    """Steps as fuzz_ferry.c reads them: what, size; messages of a client begin with a kind and the number of a lane."""
+    out = bytearray()
+    while len(out) < 3500:
+        lane = choose.randrange(4)
+        what, body = choose.choice((
+            (0, struct.pack("<BI", 0, 2) + b"".join(struct.pack("<IQ", one, choose.choice((0, 0, 5, 200))) for one in range(choose.randrange(5)))),
+            (1, struct.pack("<BI", 1, lane) + b"to the sandbox" * choose.randrange(15)),
+            (1, struct.pack("<BI", 1, lane) + b"x"),
+            (2, struct.pack("<BIQ", 2, lane, choose.choice((0, 5, 200, 400)))),
+            (3, struct.pack("<BI", 3, lane)),
+            (4, bytes((lane,)) + b"from it" * choose.randrange(30)),
+            (4, bytes((lane,)) + bytes(199)),
+            (5, bytes((lane,))),
+            (6, b""),
+            (7, struct.pack("<II", 1 + choose.randrange(3), 3)),
+        ))  # fmt: skip
+        out += bytes((what, len(body))) + body
+    return bytes(out)
+
+
 def main():
     target, directory = sys.argv[1], Path(sys.argv[2])
-    make = {"agent": agent_seed, "actions": actions_seed, "texts": texts_seed}[target]
+    make = {"agent": agent_seed, "actions": actions_seed, "ferry": ferry_seed, "texts": texts_seed}[target]
     choose = random.Random(0)
     directory.mkdir(parents=True, exist_ok=True)
     for n in range(SEEDS):

@@ -37,6 +37,7 @@ from untax.server.sole import only_server
 from untax.server.unix import UnixListener
 from untax.service.admission import Admission
 from untax.service.app import build
+from untax.service.ferry import Ferry
 from untax.service.fleet import Peer, Peers
 from untax.service.held import take_over
 from untax.service.hosting import Hosting, Settings
@@ -180,6 +181,8 @@ class Agent:
         tenants = Tenants([(Tenant("fleet", _everything(), is_trusted=True), digest(self._post.token))])
         self._hosting = hosting = Hosting(engine, tenants, Settings(admission=_anything()), owners=service)
         hosting.fleet = Peers(self._post.token, pinned(self._post.authority))
+        hosting.ferry = Ferry()
+        stack.push_async_callback(hosting.ferry.aclose)
         listener = HttpListener(build(hosting), address, functools.partial(take_over, hosting))
         stack.push_async_callback(listener.close)
         stack.push_async_callback(hosting.aclose)

@@ -328,6 +328,7 @@ class Connection:
                 async with asyncio.timeout(GREETING_S):
                     await said
         self._drop_stream()
+        self._place.close()
         self._share(None)
         self._fail_all(PoolClosed("the connection to the server is closed"))
         self._pending.clear()

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from untax.core.errors import BackendError, UsageError
 from untax.remote.address import is_trusted
@@ -14,6 +14,9 @@ from untax.remote.lanes import Lane
 from untax.remote.messages import Body
 from untax.remote.stream import MessageStream, UnixStream
 from untax.remote.web import WebAddress, WebStream
+
+if TYPE_CHECKING:
+    from untax.remote.ferried import Ferried
 
 GREETING_S = 10.0
 _TIMEVAL = struct.Struct("@ll")
@@ -34,6 +37,9 @@ class Dialler(Protocol):
     def greeted(self, stream: MessageStream, body: Body) -> None:
         """The server has answered it."""
 
+    def close(self) -> None:
+        """Nobody will dial any more."""
+
 
 class UnixDialler:
     carries_channels = False
@@ -48,6 +54,9 @@ class UnixDialler:
         return {}
 
     def greeted(self, stream: MessageStream, body: Body) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
     async def dial(self) -> MessageStream:
@@ -84,6 +93,7 @@ class WebDialler:
     def __init__(self, address: WebAddress) -> None:
         self._address = address
         self._lanes: dict[int, Lane] = {}
+        self._ferried: Ferried | None = None
 
     def __str__(self) -> str:
         return str(self._address)
@@ -91,11 +101,37 @@ class WebDialler:
     async def dial(self) -> MessageStream:
         stream = WebStream(self._address, self._lanes)
         await stream.open()
+        stream.ferried = self._ferried
         return stream
 
     def greeting(self) -> Body:
-        return {"lanes": {str(lane.number): lane.received for lane in self._lanes.values()}}
+        lanes = {str(lane.number): lane.received for lane in self._lanes.values()}
+        return {"lanes": lanes, "ferried": [] if self._ferried is None else list(self._ferried.lanes)}
 
     def greeted(self, stream: MessageStream, body: Body) -> None:
         if isinstance(stream, WebStream):
             stream.take_up(body.get("lanes") or {})
+            self._take_ferry(stream, body)
+
+    def _take_ferry(self, stream: WebStream, body: Body) -> None:
+        """Have a connection beside the held one, where the server offers it and this process can seal."""
+        if self._ferried is None and body.get("ferry") is True:
+            kind = _ferried()
+            self._ferried = None if kind is None else kind(self._address)
+        if self._ferried is not None:
+            stream.ferried = self._ferried
+            self._ferried.begin(str(body.get("owner")), str(body.get("secret")), float(body.get("lease_s") or 0.0))
+
+    def close(self) -> None:
+        if self._ferried is not None:
+            self._ferried.close()
+
+
+def _ferried() -> type[Ferried] | None:
+    """None without what seals (`cryptography`, a part of `untax[ray]`), or where that may not."""
+    try:
+        from untax.remote.ferried import Ferried
+        from untax.remote.sealed import can_seal
+    except ImportError:
+        return None
+    return Ferried if can_seal() else None

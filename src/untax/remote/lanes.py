@@ -15,8 +15,9 @@ from untax.channel.handover import Resumed
 from untax.core.errors import ProtocolError
 from untax.core.stream import Receiver
 
-MESSAGE, DATA, ACK, END = 0, 1, 2, 3
-"""The first byte of what is sent: a request or an answer, bytes of a lane, how many of them came, the end of a lane."""
+MESSAGE, DATA, ACK, END, FERRIED = 0, 1, 2, 3, 4
+"""The first byte of what is sent: a request or an answer, bytes of a lane, how many of them came, the end of a lane; an answer whose lane goes by another
+connection (`untax.remote.ferried`)."""
 HEAD = Struct("<BI")
 _ACK = Struct("<BIQ")
 WINDOW = 1 << 20

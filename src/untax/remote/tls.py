@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
 from collections import deque
@@ -358,6 +359,18 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
             pass  # close_notify is said, and its answer would be waited for; or it cannot be said any more
         self._hand_on()
         self._raw.close()
+
+    def leave(self) -> socket.socket:
+        """The connection below, for who goes on over it without TLS, as the other end does once it has read what was written. This transport is over.
+
+        `OSError` while something is on its way, in or out: only who has heard everything and said everything can leave.
+        """
+        if not self._is_open or self._waiting or self._out.pending or self._in.pending or self._raw.get_write_buffer_size():
+            raise OSError("the connection is not quiet")
+        self._raw.pause_reading()
+        sock = socket.socket(fileno=os.dup(self._raw.get_extra_info("socket").fileno()))
+        self.abort()
+        return sock
 
     def abort(self) -> None:
         self._is_open, self._is_closing = False, True

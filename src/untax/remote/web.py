@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from untax.core.errors import BackendError, ProtocolError, UntaxError, UsageError
 from untax.remote import tls, websocket
-from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, Lane, read_ack
+from untax.remote.lanes import ACK, DATA, END, FERRIED, HEAD, MESSAGE, Lane, read_ack
 from untax.remote.messages import decode, encode, error_of
 from untax.remote.stream import Receiver
+
+if TYPE_CHECKING:
+    from untax.remote.ferried import Ferried
 
 _PATH = "/v1/channel"
 _DIAL_S = 10.0
@@ -52,6 +55,8 @@ class WebStream(asyncio.Protocol):
         self._key = websocket.new_key()
         self._parser = websocket.Parser(is_client=True)
         self._receiver: Receiver | None = None
+        self.ferried: Ferried | None = None
+        """The lanes that go by another connection, where the server offers one."""
         self._is_closed = False
 
     async def open(self) -> None:
@@ -163,7 +168,9 @@ class WebStream(asyncio.Protocol):
         if opcode == websocket.BINARY and len(message) >= HEAD.size:
             kind, number = HEAD.unpack_from(message)
             if kind == MESSAGE:
-                self._told(number, message[HEAD.size :])
+                self._told(message[HEAD.size :], lambda: self._lane(number))
+            elif kind == FERRIED:
+                self._told(message[HEAD.size :], lambda: self._ferried_lane(number))
             elif (lane := self._lanes.get(number)) is None:
                 pass  # closed here a moment ago
             elif kind == DATA:
@@ -179,13 +186,20 @@ class WebStream(asyncio.Protocol):
         elif opcode != websocket.PONG:
             raise ProtocolError("a message that is none")
 
-    def _told(self, number: int, message: bytes) -> None:
+    def _told(self, message: bytes, new_lane: Callable[[], Lane]) -> None:
         body, with_channel = decode(message)
-        stream: Lane | None = None
-        if with_channel:
-            stream = self._lanes[number] = Lane(number, self._put, self._forget)
+        stream = new_lane() if with_channel else None
         if self._receiver is not None:
             self._receiver.message_received(body, stream)
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes[number] = Lane(number, self._put, self._forget)
+        return lane
+
+    def _ferried_lane(self, number: int) -> Lane:
+        if self.ferried is None:
+            raise ProtocolError("a channel by a connection that was never asked for")
+        return self.ferried.lane(number)
 
     def take_up(self, seen: Mapping[str, Any]) -> None:
         """The server has greeted again and said how much it has of each lane; those it does not know are over."""
@@ -222,6 +236,8 @@ class WebStream(asyncio.Protocol):
         self._is_closed = True
         for lane in self._lanes.values():
             lane.suspend()
+        if self.ferried is not None:
+            self.ferried.rest()
         if not self._opened.done():
             self._opened.cancel()
         if self._transport is not None:

@@ -141,6 +141,8 @@ class Owner:
         self.attachment: Attachment | None = None
         self.proof: Proof | None = None
         """What tells that the client itself has ended, where there is such a thing."""
+        self.at_end: list[Callable[[], object]] = []
+        """Called once it is over."""
         self.is_over = False
         self.timer: asyncio.TimerHandle | None = None
         self.ended: asyncio.Task[None] | None = None
@@ -218,6 +220,8 @@ class Owners:
         self._all.pop(owner.id, None)
         if owner.proof is not None:
             owner.proof.close()
+        for call in owner.at_end:
+            call()
         log.info("owner %s (%s) is over: %s", owner.id, owner.label, reason)
         self._on_end(owner, reason)
 

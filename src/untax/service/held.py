@@ -7,6 +7,7 @@ upgrade, below ASGI: a frame then costs one callback, not a task and two queues.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -19,15 +20,17 @@ from untax.channel.handover import Resumed
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, PoolTimeout, ProtocolError, UntaxError, UsageError
 from untax.remote import websocket
-from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, Lane, Send, read_ack
+from untax.remote.lanes import ACK, DATA, END, FERRIED, HEAD, MESSAGE, Lane, Send, read_ack
 from untax.remote.messages import Body, decode, encode
 from untax.remote.stream import GREETING_MAX, Receiver
+from untax.remote.tls import TlsTransport
 from untax.server.handed import Handed
 from untax.server.owners import Open, Owner
 from untax.server.service import Session
 from untax.service.auth import authenticate
 from untax.service.egress import Served, Splitter
 from untax.service.errors import Refused, error_body, error_headers, status_of
+from untax.service.ferry import KEYS_SIZE, SEALED_PATH, Ferry
 from untax.service.gate import TenantGate
 from untax.service.hosting import Hosting
 from untax.service.tenants import Tenant
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("untax.service")
 
 PATH = "/v1/channel"
+PATHS = frozenset({PATH, SEALED_PATH})
+"""Where a connection is taken over from HTTP."""
 _GREETING_S = 10.0
 _UNSENT_MAX = 64 << 20  # a client that asks and does not read is dropped above this
 _HIGH = 256 << 10  # unsent bytes of one sandbox above which its lane is not read from
@@ -221,7 +226,17 @@ class HeldConnection(asyncio.Protocol):
         seen = greeting.get("lanes")
         known = {str(number): carrier.lane.received for number, carrier in self._carriers.items()}
         asyncio.get_running_loop().call_soon(self._take_up, seen if isinstance(seen, dict) else {})  # behind the greeting's answer
-        return {"lanes": known}
+        ferry = self._ferry
+        if ferry is not None:
+            ferried = greeting.get("ferried")
+            ferry.keep(
+                owner, [one for one in ferried if isinstance(one, int) and 0 < one < 1 << 32] if isinstance(ferried, list | tuple) else []
+            )
+        return {"lanes": known, "ferry": ferry is not None}
+
+    @property
+    def _ferry(self) -> Ferry | None:
+        return self._hosting.ferry if self._tenant.is_trusted else None
 
     def _take_up(self, seen: Mapping[str, Any]) -> None:
         for carrier in list(self._carriers.values()):
@@ -249,14 +264,18 @@ class HeldConnection(asyncio.Protocol):
             return
         owner = self._owner
         assert owner is not None
+        number = owner.next_carrier
+        owner.next_carrier += 1
+        box, resumed = _box_of(owner, fd)
+        has_network = box is not None and box.spec.network != "none"
+        if self._ferry is not None and not has_network and self._ferry.carry(owner, number, fd):
+            self._put(HEAD.pack(FERRIED, number) + encode(body, 1)[4:])
+            return
         try:
             sock = socket.socket(fileno=os.dup(fd))
         except OSError as exc:
             raise BackendError("", f"no descriptor for a channel: {exc.strerror}") from exc
-        number = owner.next_carrier
-        owner.next_carrier += 1
-        box, resumed = _box_of(owner, fd)
-        if box is not None and box.spec.network != "none":
+        if has_network:
             body = _without_beginning(body)  # of a frame: it may be one of ours
         self._put(HEAD.pack(MESSAGE, number) + encode(body, 1)[4:])
         self._carriers[number] = Carrier(sock, owner, number, self._put, box, resumed)
@@ -380,18 +399,48 @@ def take_over(hosting: Hosting, transport: asyncio.Transport, path: str, headers
             )
         # A server that is stopping is no reason: who holds something here comes back to it, and the greeting refuses the others.
         key = named.get(b"sec-websocket-key", b"")
-        if path != PATH or len(key) != 24 or named.get(b"sec-websocket-version") != b"13":
+        if path not in PATHS or len(key) != 24 or named.get(b"sec-websocket-version") != b"13":
             raise Refused(400, "UsageError", "not a WebSocket's opening")
+        if path == SEALED_PATH:
+            _ferry_across(hosting, tenant, transport, key, named)
+            return None
     except UntaxError as exc:
         _refuse(transport, exc)
         return None
-    transport.write(
-        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\nsec-websocket-accept: "
-        + websocket.accept_for(key)
-        + b"\r\n\r\n"
-    )
+    transport.write(_switched(key))
     hosting.counters["connections", "held"] += 1
     return HeldConnection(hosting, tenant, transport)
+
+
+def _switched(key: bytes, *more: bytes) -> bytes:
+    lines = [
+        b"HTTP/1.1 101 Switching Protocols",
+        b"upgrade: websocket",
+        b"connection: Upgrade",
+        b"sec-websocket-accept: " + websocket.accept_for(key),
+    ]
+    return b"\r\n".join([*lines, *more, b"", b""])
+
+
+def _ferry_across(hosting: Hosting, tenant: Tenant, transport: asyncio.Transport, key: bytes, named: Mapping[bytes, bytes]) -> None:
+    """A connection beside the held one of the same client, for the native process."""
+    owner_id, secret = (named.get(name, b"").decode("latin-1") for name in (b"untax-owner", b"untax-secret"))
+    ferry = hosting.ferry
+    if ferry is None or not tenant.is_trusted or not isinstance(transport, TlsTransport):
+        raise Refused(404, "UsageError", "channels go over the held connection here")
+    if not hosting.owners.owners.is_known(owner_id):
+        raise Refused(404, "UsageError", "no client of that name holds a connection")
+    owner, _ = hosting.owners.owners.take_up(owner_id, secret, "")
+    keys = os.urandom(KEYS_SIZE)
+    transport.write(_switched(key, b"untax-keys: " + base64.b64encode(keys)))
+    try:
+        with transport.leave() as sock:
+            ferry.connect(owner, sock, keys)
+    except OSError as exc:
+        log.warning("a client's channels go over its held connection: %s", exc)
+        transport.abort()
+        return
+    hosting.counters["connections", "ferried"] += 1
 
 
 def _refuse(transport: asyncio.Transport, exc: UntaxError) -> None:

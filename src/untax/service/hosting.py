@@ -23,6 +23,7 @@ from untax.pool.status import PoolStatus
 from untax.server.service import Service
 from untax.service.admission import Admission
 from untax.service.errors import Refused, not_found
+from untax.service.ferry import Ferry
 from untax.service.fleet import Peers
 from untax.service.kept import Kept
 from untax.service.observed import Observed
@@ -120,6 +121,8 @@ class Hosting:
         self.spans = spans
         self.fleet: Peers | None = None
         """Where this service is a node of one."""
+        self.ferry: Ferry | None = None
+        """Where channels of boxes go past this process to clients on other machines."""
         self._holdings: dict[str, Holding] = {}
         self._use: dict[str, _Use] = {}
         self._waiting: list[asyncio.Future[None]] = []

@@ -115,7 +115,7 @@ class Protocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._stop()
         path = self.url.partition(b"?")[0].decode("latin-1")
-        if self.upgrade is None or path != held.PATH:
+        if self.upgrade is None or path not in held.PATHS:
             super().handle_websocket_upgrade()
             return
         self.connections.discard(self)

@@ -1,0 +1,163 @@
+"""Messages over a connection that was left by TLS, each in a record that nobody can read or change on its way.
+
+The keys are of this connection alone, one for each direction, and came inside TLS (`docs/protocol.md`). The other end is `native/ferry.c`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import socket
+import ssl
+from collections.abc import Callable
+from struct import Struct
+
+from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+from untax.channel.stream import SocketStream
+from untax.core.errors import BackendError, ProtocolError
+from untax.remote import websocket
+from untax.remote.lanes import HEAD, PIECE
+from untax.remote.web import WebAddress, tls_of
+
+PATH = "/v1/sealed"
+SEALED_MAX = HEAD.size + PIECE + 16
+"""Bytes of a record behind the field that says how many they are."""
+_SIZE = Struct("<I")
+_NONCE = Struct("<4xQ")
+_KEY = 32
+_HEAD_MAX = 64 << 10
+
+
+def can_seal() -> bool:
+    """False where the machine's rules leave ChaCha20-Poly1305 out (FIPS)."""
+    try:
+        ChaCha20Poly1305(bytes(_KEY))
+    except UnsupportedAlgorithm:
+        return False
+    return True
+
+
+def dial(address: WebAddress, owner: str, secret: str, timeout_s: float) -> tuple[socket.socket, bytes]:
+    """Blocks. A connection for `Sealed`, and its keys. `OSError` where there is none, `BackendError` when the server does not give it."""
+    context = tls_of(address)
+    if context is None:
+        raise BackendError("", "keys are told inside TLS only")
+    sock = socket.create_connection((address.host, address.port), timeout_s)
+    try:
+        with context.wrap_socket(sock, server_hostname=address.host) as tls:
+            tls.sendall(_question(address, owner, secret))
+            keys = _keys(_answer(tls))
+            sock = socket.socket(fileno=tls.detach())
+    except BaseException:
+        sock.close()
+        raise
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)  # a way that has fallen silent is found out about
+    return sock, keys
+
+
+def _question(address: WebAddress, owner: str, secret: str) -> bytes:
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    lines = [
+        f"GET {address.path}{PATH} HTTP/1.1",
+        f"Host: {host}:{address.port}",
+        "Upgrade: websocket",  # what HTTP servers let through
+        "Connection: Upgrade",
+        f"Sec-WebSocket-Key: {websocket.new_key().decode()}",
+        "Sec-WebSocket-Version: 13",
+        f"Untax-Owner: {owner}",
+        f"Untax-Secret: {secret}",
+        *([f"Authorization: Bearer {address.token}"] if address.token else []),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def _answer(tls: ssl.SSLSocket) -> bytes:
+    """The head; nothing is sent behind it before this end has spoken."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        piece = tls.recv(_HEAD_MAX)
+        head += piece
+        if not piece or len(head) > _HEAD_MAX or (b"\r\n\r\n" in head and not head.startswith(b"HTTP/1.1 101 ")):
+            raise BackendError("", f"no connection beside the held one: {head[:200].decode('latin-1')!r}")
+    return head
+
+
+def _keys(head: bytes) -> bytes:
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"untax-keys":
+            try:
+                keys = base64.b64decode(value.strip(), validate=True)
+            except binascii.Error:
+                break
+            if len(keys) == 2 * _KEY:
+                return keys
+    raise BackendError("", "a connection beside the held one came without its keys")
+
+
+class Sealed:
+    """Owns `sock`, whose client's end it is. `received` has each message, `lost` is told once why no more will come, not after a `close`."""
+
+    def __init__(self, sock: socket.socket, keys: bytes, received: Callable[[bytes], None], lost: Callable[[str], None]) -> None:
+        self._out, self._in = ChaCha20Poly1305(keys[:_KEY]), ChaCha20Poly1305(keys[_KEY:])
+        self._sent = self._opened = 0
+        self._kept = b""
+        self._received = received
+        self._lost: Callable[[str], None] | None = lost
+        self._stream = SocketStream(sock)
+        self._stream.start(self)
+
+    def send(self, message: bytes) -> None:
+        head = _SIZE.pack(len(message) + 16)
+        self._stream.write(head + self._out.encrypt(_NONCE.pack(self._sent), message, head))
+        self._sent += 1
+
+    @property
+    def unsent(self) -> int:
+        return self._stream.write_buffer_size
+
+    def close(self) -> None:
+        """Without a word to whoever was told of messages."""
+        self._lost = None
+        self._stream.close()
+
+    # ---- from the stream ----
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._take(self._kept + data if self._kept else data)
+        except ProtocolError as exc:
+            self._lose(f"nonsense was received: {exc}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(f"the connection broke: {exc}" if exc is not None else "the other end hung up")
+
+    def _take(self, data: bytes) -> None:
+        at, have = 0, len(data)
+        while have - at >= _SIZE.size and self._lost is not None:
+            (size,) = _SIZE.unpack_from(data, at)
+            if not HEAD.size + 16 <= size <= SEALED_MAX:
+                raise ProtocolError(f"a record of {size} bytes")
+            end = at + _SIZE.size + size
+            if end > have:
+                break
+            head = data[at : at + _SIZE.size]
+            try:
+                message = self._in.decrypt(_NONCE.pack(self._opened), data[at + _SIZE.size : end], head)
+            except InvalidTag:
+                raise ProtocolError("a record that is not the server's") from None
+            self._opened += 1
+            at = end
+            self._received(message)
+        self._kept = data[at:]
+
+    def _lose(self, reason: str) -> None:
+        lost, self._lost = self._lost, None
+        self._stream.close()
+        if lost is not None:
+            lost(reason)
