@@ -200,6 +200,45 @@ async def test_eight_mebibytes_go_both_ways_past_readers_that_stop(ends):
             assert [told for told in one.told if told in ("pause", "resume")] == ["pause", "resume"] * (one.told.count("pause"))
 
 
+async def test_who_leaves_speaks_on_over_the_same_connection_in_the_clear(ends):
+    """What was written before arrives inside TLS, what comes afterwards does not pass through it, and no alert is in between."""
+    async with serving(ends.server) as served:
+        plain, answer = await asyncio.to_thread(_leaving, ends, served)
+        assert (plain, answer) == (b"inside", b"outside")
+        left = served.inner[0]
+        assert left.told[-1] == "lost" and left.transport.is_closing()
+
+
+def _leaving(ends, served):
+    with _blocking(ends, served.port) as client:
+        client.sendall(b"inside")
+        inside = client.recv(100)
+        loop = served.inner[0].transport._loop
+        theirs = asyncio.run_coroutine_threadsafe(_left(served.inner[0].transport), loop).result(10)
+        with theirs, socket.socket(fileno=client.detach()) as ours:
+            theirs.setblocking(True)
+            ours.settimeout(10)
+            ours.sendall(b"out")
+            assert theirs.recv(100) == b"out"
+            theirs.sendall(b"outside")
+            return inside, ours.recv(100)
+
+
+async def _left(transport):
+    return transport.leave()
+
+
+async def test_nobody_leaves_while_something_is_on_its_way(ends):
+    async with serving(ends.server, Inner) as served:
+        client = await connected(ends, served.port)
+        server = await served.first()
+        server.transport.write(bytes(8 * MIB))  # which nobody reads
+        client.transport.pause_reading()
+        with pytest.raises(OSError, match="not quiet"):
+            server.transport.leave()
+        client.transport.abort()
+
+
 async def test_limits_of_what_is_unsent_are_the_callers_to_set(ends):
     async with serving(ends.server) as served:
         client = await connected(ends, served.port)
