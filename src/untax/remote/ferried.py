@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Mapping
 from struct import Struct, iter_unpack
 
@@ -90,12 +89,7 @@ class Ferried:
             delay_s = min(2 * delay_s, _LAST_RETRY_S if self.lanes else _IDLE_RETRY_S)
 
     async def _open(self, owner: str, secret: str) -> None:
-        dialling = self._loop.run_in_executor(None, dial, self._address, owner, secret, _DIAL_S)
-        try:
-            sock, keys = await asyncio.shield(dialling)
-        except asyncio.CancelledError:
-            dialling.add_done_callback(_discard)
-            raise
+        sock, keys = await dial(self._address, owner, secret, _DIAL_S)
         self._changed.clear()
         self._sealed = Sealed(sock, keys, self._received, self._lost)
         self._greeted_with = frozenset(self.lanes)
@@ -177,8 +171,3 @@ class Ferried:
 
     def _forget(self, lane: Lane) -> None:
         self.lanes.pop(lane.number, None)
-
-
-def _discard(dialling: asyncio.Future[tuple[socket.socket, bytes]]) -> None:
-    if not dialling.cancelled() and dialling.exception() is None:
-        dialling.result()[0].close()

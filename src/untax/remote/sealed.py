@@ -5,19 +5,20 @@ The keys are of this connection alone, one for each direction, and came inside T
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import socket
-import ssl
 from collections.abc import Callable
 from struct import Struct
+from typing import cast
 
 from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, ProtocolError
-from untax.remote import websocket
+from untax.remote import tls, websocket
 from untax.remote.lanes import HEAD, PIECE
 from untax.remote.web import WebAddress, tls_of
 
@@ -39,25 +40,57 @@ def can_seal() -> bool:
     return True
 
 
-def dial(address: WebAddress, owner: str, secret: str, timeout_s: float) -> tuple[socket.socket, bytes]:
-    """Blocks. A connection for `Sealed`, and its keys. `OSError` where there is none, `BackendError` when the server does not give it."""
+async def dial(address: WebAddress, owner: str, secret: str, timeout_s: float) -> tuple[socket.socket, bytes]:
+    """A connection for `Sealed`, and its keys. `OSError` where there is none in time, `BackendError` when the server does not give it."""
     context = tls_of(address)
     if context is None:
         raise BackendError("", "keys are told inside TLS only")
-    sock = socket.create_connection((address.host, address.port), timeout_s)
+    asking = _Asking(_question(address, owner, secret))
+    async with asyncio.timeout(timeout_s):
+        transport = await tls.connect(asking, address.host, address.port, context, handshake_s=timeout_s)
+        try:
+            keys = _keys(await asking.answer)
+            sock = transport.leave()
+        finally:
+            transport.abort()
     try:
-        with context.wrap_socket(sock, server_hostname=address.host) as tls:
-            tls.sendall(_question(address, owner, secret))
-            keys = _keys(_answer(tls))
-            sock = socket.socket(fileno=tls.detach())
-    except BaseException:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)  # a way that has fallen silent is found out about
+    except OSError:
         sock.close()
         raise
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)  # a way that has fallen silent is found out about
     return sock, keys
+
+
+class _Asking(asyncio.Protocol):
+    """Has the head of the answer; nothing is sent behind it before this end has spoken."""
+
+    def __init__(self, question: bytes) -> None:
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._question = question
+        self._head = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast("asyncio.Transport", transport).write(self._question)
+
+    def data_received(self, data: bytes) -> None:
+        self._head += data
+        is_whole = b"\r\n\r\n" in self._head
+        if self.answer.done() or not (is_whole or len(self._head) > _HEAD_MAX):
+            return
+        if is_whole and self._head.startswith(b"HTTP/1.1 101 "):
+            self.answer.set_result(self._head)
+        else:
+            self._refused()
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self._refused()
+
+    def _refused(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(BackendError("", f"no connection beside the held one: {self._head[:200].decode('latin-1')!r}"))
 
 
 def _question(address: WebAddress, owner: str, secret: str) -> bytes:
@@ -74,17 +107,6 @@ def _question(address: WebAddress, owner: str, secret: str) -> bytes:
         *([f"Authorization: Bearer {address.token}"] if address.token else []),
     ]
     return "\r\n".join([*lines, "", ""]).encode()
-
-
-def _answer(tls: ssl.SSLSocket) -> bytes:
-    """The head; nothing is sent behind it before this end has spoken."""
-    head = b""
-    while not head.endswith(b"\r\n\r\n"):
-        piece = tls.recv(_HEAD_MAX)
-        head += piece
-        if not piece or len(head) > _HEAD_MAX or (b"\r\n\r\n" in head and not head.startswith(b"HTTP/1.1 101 ")):
-            raise BackendError("", f"no connection beside the held one: {head[:200].decode('latin-1')!r}")
-    return head
 
 
 def _keys(head: bytes) -> bytes:

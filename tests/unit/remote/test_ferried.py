@@ -64,15 +64,14 @@ async def server(monkeypatch):
             self.connections = asyncio.Queue()
             self.is_down = False
             self.asked = 0
-            self.loop = asyncio.get_running_loop()
 
-        def dial(self, *_):
+        async def dial(self, *_):
             self.asked += 1
             if self.is_down:
                 raise ConnectionRefusedError("nobody listens")
             ours, its = socket.socketpair()
             keys = os.urandom(64)
-            self.loop.call_soon_threadsafe(lambda: self.connections.put_nowait(Far(its, keys)))
+            self.connections.put_nowait(Far(its, keys))
             return ours, keys
 
         async def accepted(self):
