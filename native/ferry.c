@@ -70,10 +70,12 @@ struct client {
 
 static struct source control;
 static struct client *clients;
+static struct client *reading;  // whose records are about to be read; nobody's once that connection is gone
 static bool is_over, has_broken;
 
 static void cell_ready(struct source *s, uint32_t events);
 static void connection_ready(struct source *s, uint32_t events);
+static void heed_agent(void);
 
 // ---- queues ----
 
@@ -138,6 +140,7 @@ static void broke(struct client *c) {
 }
 
 static void disconnect(struct client *c) {
+    if (reading == c) reading = NULL;
     source_close(&c->connection);
     seal_wipe(&c->in);
     seal_wipe(&c->out);
@@ -393,7 +396,11 @@ static void connection_ready(struct source *s, uint32_t events) {
         return;
     }
     wr_commit(&c->got.bytes, (size_t)n);
-    records(c);
+    // A client speaks over a lane as soon as it has heard of it from the agent, which has told us before: that may still be unread.
+    reading = c;
+    heed_agent();
+    if (reading) records(c);
+    reading = NULL;
 }
 
 // ---- from the agent ----
@@ -468,16 +475,16 @@ static void keep(struct client *c, struct rd known) {
         }
 }
 
-static void control_ready(struct source *s, uint32_t events) {
-    (void)events;
+// Whether there may be more.
+static bool heard_agent(void) {
     static uint8_t message[CONTROL_MAX];
     int fds[FDS_MAX];
     size_t count = 0;
-    ssize_t n = io_recv_fds(s->fd, message, sizeof message, fds, &count);
-    if (n < 0 && (errno == EAGAIN || errno == EMFILE)) return;
+    ssize_t n = io_recv_fds(control.fd, message, sizeof message, fds, &count);
+    if (n < 0 && errno == EMFILE) return true;
     if (n <= 0) {
-        is_over = true;
-        return;
+        is_over |= n == 0 || errno != EAGAIN;
+        return false;
     }
     struct rd r = rd_of(message, (size_t)n);
     uint8_t op = rd_u8(&r);
@@ -490,6 +497,16 @@ static void control_ready(struct source *s, uint32_t events) {
     else if (op == C_FORGET && c) forget(c);
     explicit_bzero(message, (size_t)n);
     for (size_t i = is_taken; i < count; i++) close(fds[i]);
+    return true;
+}
+
+static void heed_agent(void) {
+    while (heard_agent()) continue;
+}
+
+static void control_ready(struct source *s, uint32_t events) {
+    (void)s, (void)events;
+    heed_agent();
 }
 
 // ---- its life ----

@@ -230,6 +230,30 @@ static void test_another_connection_takes_the_place_of_one_that_lives(void) {
     leave(before);
 }
 
+static void test_what_is_said_over_a_lane_comes_behind_the_agent_s_word_of_it(void) {
+    struct peer *p = connected(10);
+    say(p, GREETING, 0, NONE, 0);
+    CHECK(hears(p, GREETING, 0, NONE, 0));
+    // The connection has something to read, then the agent's word comes, then the rest of the record: the connection is looked at first.
+    uint8_t record[4 + 5 + 2 + SEAL_TAG] = {23, 0, 0, 0, DATA, 1, 0, 0, 0, 'h', 'i'};
+    CHECK(seal_close(&p->out, record, 4, record + 4, 7, record + 11));
+    CHECK(send(p->sock, record, 9, 0) == 9);
+    int pair[2];
+    CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair));
+    uint8_t word[9] = {'L', 10, 0, 0, 0, 1};
+    CHECK(io_send_fds(agent, word, sizeof word, &pair[1], 1) == sizeof word);
+    CHECK(send(p->sock, record + 9, sizeof record - 9, 0) == (ssize_t)sizeof record - 9);
+    close(pair[1]);
+    CHECK(takes(pair[0], "hi"));
+    // The same with the agent's word that the client is gone.
+    uint8_t last[9] = {'F', 10};
+    CHECK(send(p->sock, record, 9, 0) == 9 && io_send_fds(agent, last, 5, NULL, 0) == 5);
+    turns(2);
+    CHECK(!ferry_client(10) && has_ended(pair[0]) && is_closed(p));
+    close(pair[0]);
+    leave(p);
+}
+
 static void test_lanes_of_answers_that_were_lost_are_let_go(void) {
     struct peer *p = connected(4);
     int used = lane(4, 1), lost = lane(4, 2), known = lane(4, 3);
@@ -370,6 +394,7 @@ int main(void) {
     test_bytes_there_and_back();
     test_a_connection_that_breaks_is_gone_on_with();
     test_another_connection_takes_the_place_of_one_that_lives();
+    test_what_is_said_over_a_lane_comes_behind_the_agent_s_word_of_it();
     test_lanes_of_answers_that_were_lost_are_let_go();
     test_a_sandbox_that_floods_is_held_up();
     test_a_client_that_floods_is_dropped_and_its_lane_stays();

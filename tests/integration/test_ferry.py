@@ -101,6 +101,19 @@ async def test_many_boxes_at_once_do_not_hear_of_each_other(there):
     assert await asyncio.gather(*map(use, range(12))) == [f"{number}\n" for number in range(12)]
 
 
+async def test_leases_in_quick_succession_all_get_their_answers(there):
+    """A lane is spoken over the moment it is told of, however busy the ferry is with others."""
+    await there.warm(None, 4)
+
+    async def use():
+        for _ in range(25):
+            async with there.lease() as box:
+                assert (await box.run(["true"], timeout_s=20)).exit_code == 0
+
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(use() for _ in range(6)))
+
+
 async def test_a_connection_that_breaks_again_and_again_loses_and_repeats_nothing(there):
     """Whatever was on its way at that moment arrives once: large answers, large requests, commands with an effect."""
     async with there.lease() as box:
