@@ -30,7 +30,7 @@ from untax.cli._progress import seconds
 from untax.cli._terminal import one_line
 from untax.core.errors import UntaxError, UsageError
 from untax.core.spec import require_duration
-from untax.core.substrate import Fastidious, Importing, Reluctant
+from untax.core.substrate import Fastidious, Importing, Priced, Reluctant, Substrate
 from untax.meter import begun, profile
 from untax.meter import plan as plans
 from untax.meter import run as runs
@@ -38,6 +38,7 @@ from untax.meter import summary as summaries
 from untax.meter.gather import gather
 from untax.meter.plan import Plan
 from untax.meter.record import Run
+from untax.pool import choice
 from untax.rollout import workload as workloads
 from untax.rollout.material import Material
 from untax.substrates._host import chosen_state_dir, ensure_private_dir
@@ -73,7 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--seed", type=int, help="of the order (default: drawn, and kept with the records)")
     how.add_argument("--retries", type=int, metavar="N", help="attempts after a failure of the infrastructure that may pass (default: 1)")
     how.add_argument(
-        "--budget", type=float, metavar="S", help="seconds for all cases; one that gets fewer than 5 trials is dropped and named"
+        "--budget",
+        type=float,
+        metavar="S",
+        help="seconds for all cases, the cheapest first; one that gets fewer than 5 trials is dropped and named",
     )
     how.add_argument("--cpus", type=float, metavar="N", help="limit of every sandbox (default: the workload's)")
     how.add_argument("--memory-mib", type=int, metavar="N", help="the same")
@@ -224,14 +228,26 @@ def _with_images(said: Mapping[str, Any], images: Sequence[str]) -> dict[str, An
 
 
 def _in_time(plan: Plan, known: Mapping[str, workloads.Workload]) -> Plan:
-    """In a time box, a small image where `host` would mean to export all of this machine's files, which takes minutes."""
-    if not plan.budget_s or any(workload.image != _HOST for workload in known.values()):
+    """In a time box the cheapest substrate first, so that a dear one takes time from nobody but itself, and a small image where `host` would
+    mean to export all of this machine's files, which takes minutes.
+    """
+    if not plan.budget_s:
+        return plan
+    real = {name: substrates.load(_real(name, plan.options)) for name in plan.substrates}
+    plan = replace(plan, substrates=tuple(sorted(plan.substrates, key=lambda name: _expected_s(real[name]))))
+    if any(workload.image != _HOST for workload in known.values()):
         return plan
     options = {name: dict(said) for name, said in plan.options.items()}
     for name in plan.substrates:
-        if isinstance(substrates.load(_real(name, plan.options)), Importing):
+        if isinstance(real[name], Importing):
             options.setdefault(name, {}).setdefault("image", _SMALL)
     return replace(plan, options=options)
+
+
+def _expected_s(substrate: Substrate) -> float:
+    """Of a rollout, as it is elsewhere."""
+    typical = substrate.typical if isinstance(substrate, Priced) else None
+    return choice.expected(substrate.name, substrate.isolation, typical, None, None).rollout_s(choice.ACTIONS)
 
 
 def _plan_of(first: Run) -> Plan:

@@ -11,9 +11,9 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from untax.core.errors import SubstrateUnavailable, UntaxError
+from untax.core.errors import PoolTimeout, UntaxError
 from untax.core.span import now_ns
 from untax.engine import Engine
 from untax.meter import conditions, host
@@ -32,6 +32,13 @@ _KNEE_FACTOR = 4
 _KNEE_GAIN = 1.1  # throughput that grows by less than this has reached what the machine gives
 _KNEE_MOST = 1024
 _KNEE_BATCHES = 3
+# Shares of a time box. In the 140 s of `make bench`, on two slow cores, five trials of T0 and T1 take 10 s on the two cheapest substrates together
+# and 30 s on one that takes images in; the stages of the first take 30 s, the image of the other 45 to 85 s.
+_FOR_CASES = 1 / 3  # at least, however long their stages took
+_FOR_STAGES = 1 / 4  # at least, however long it took to bring what the workloads work on
+_WORTH_SAYING = 1 / 10  # where stages took more, another run has more time for the cases
+
+T = TypeVar("T")
 
 MakeEngine = Callable[[str, Mapping[str, Any]], Engine]
 Tell = Callable[[int, int, float | None, str], None]
@@ -71,8 +78,11 @@ class Bench:
         self._tell = tell
         self._sites: dict[tuple[str, Warmth], Site] = {}
         self._works: dict[Case, Work] = {}
+        self._tiers = [tier for tier, _ in plan.works]
         self._slots_done = self._slots_had = 0  # by this part, and by those before it
-        self._ration = Ration(plan.budget_s or float("inf"))
+        self._ration = Ration(plan.budget_s or float("inf"), lambda case: min(LEAST_TRIALS, plan.slots(case)))
+        self._brought_s = 0.0  # what it took to bring the workloads' repositories and packages
+        self._stages_s = 0.0  # the same, and to make all stages
         self._counts: dict[Case, int] = {}
         self._begin_ns = now_ns()
 
@@ -81,10 +91,9 @@ class Bench:
         clock = conditions.ClockCheck()
         async with contextlib.AsyncExitStack() as stack:
             server = await self._serve(stack)
-            for name in self._plan.substrates:
-                await self._open(stack, name, server)
-            cases = await self._prepared(self._plan.cases())
+            cases = await self._ready(stack, server)
             if self._plan.budget_s:
+                self._share_out()
                 cases = await self._tried(cases)
             await self._rounds(cases)
             if self._plan.knee and not self.is_cut:
@@ -99,11 +108,19 @@ class Bench:
 
     # ---- before the trials ----
 
+    async def _ready(self, stack: contextlib.AsyncExitStack, server: str | None) -> list[Case]:
+        """The plan's cases that can be measured. One substrate after the other, so that in a time box the first of the plan want for nothing."""
+        planned, cases = self._plan.cases(), []
+        for name in dict.fromkeys(self._plan.substrates):
+            await self._open(stack, name, server)
+            cases += await self._prepared(case for case in planned if case.substrate == name)
+        return cases
+
     async def _serve(self, stack: contextlib.AsyncExitStack) -> str | None:
         """A git server, when a workload clones. The repositories are brought to this machine first."""
         sources = [workload.source for workload in self._workloads.values() if workload.source is not None]
         for source in sources:
-            await asyncio.to_thread(self._material.repository, source)
+            await self._bring(self._material.repository, source)
         if not sources:
             return None
         server = gitserver.serving(self._material.served)
@@ -111,24 +128,40 @@ class Bench:
         stack.callback(server.__exit__, None, None, None)
         return address
 
-    async def _open(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> None:
-        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready."""
+    async def _bring(self, fetch: Callable[..., T], what: object) -> T:
+        """Something that workloads work on, which everybody waits for."""
+        begin_s = self._spent_s()
         try:
-            for warmth in self._plan.warmth:
-                if self._is_over:
-                    raise SubstrateUnavailable("", f"the time box of {self._plan.budget_s:g} s was over before it could be tried")
-                self._sites[name, warmth] = await self._opened(stack, name, server)
+            return await asyncio.to_thread(fetch, what)
+        finally:
+            self._brought_s += self._spent_s() - begin_s
+
+    async def _open(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> None:
+        """An engine for cold trials and one for warm ones: a cold trial must not find what a pool has ready.
+
+        Those of one that cannot be had are closed at once: what they still build would be built beside the others' trials.
+        """
+        wait_s = self._stages_left_s()
+        if wait_s is not None and wait_s <= 0:
+            self._gap(name, self._too_long("its turn did not come within"))
+            return
+        try:
+            async with contextlib.AsyncExitStack() as own:
+                for warmth in self._plan.warmth:
+                    self._sites[name, warmth] = await self._opened(own, name, server, wait_s)
+                stack.push_async_exit(own.pop_all())
         except UntaxError as exc:
             self._forget(name)
-            self._gap(name, f"{type(exc).__name__}: {exc}")
+            is_late = wait_s is not None and isinstance(exc, PoolTimeout)
+            self._gap(name, self._not_made(name) if is_late else f"{type(exc).__name__}: {exc}")
 
-    async def _opened(self, stack: contextlib.AsyncExitStack, name: str, server: str | None) -> Site:
+    async def _opened(self, stack: contextlib.AsyncExitStack, name: str, server: str | None, wait_s: float | None) -> Site:
         plan = self._plan
         options = dict(plan.options.get(name, {}))
         image = options.pop("image", None)
         packages = sorted({package for workload in self._workloads.values() for package in workload.packages})
         if packages:
-            options.setdefault("setup_wheels", await asyncio.to_thread(self._material.wheels, packages))
+            options.setdefault("setup_wheels", await self._bring(self._material.wheels, packages))
         engine = await stack.enter_async_context(self._make_engine(name, {"pool": POOL, **options}))
         site = Site(
             engine,
@@ -141,37 +174,50 @@ class Bench:
             workers=plan.workers,
         )
         stack.callback(site.close)
-        # In a time box, one whose image takes longer than a third of it leaves nothing to the others.
-        wait_s = min(plan.budget_s / 3, plan.budget_s - self._spent_s()) if plan.budget_s else None
         await site.examine(next(iter(self._workloads.values())), wait_s=wait_s)
         return site
 
-    @property
-    def _is_over(self) -> bool:
-        """Whether there is a time box and nothing is left of it."""
-        return 0 < self._plan.budget_s <= self._spent_s()
+    def _stages_left_s(self) -> float | None:
+        """In a time box, how long another stage may still be begun."""
+        box_s = self._plan.budget_s
+        return max(box_s * (1 - _FOR_CASES), self._brought_s + box_s * _FOR_STAGES) - self._spent_s() if box_s else None
 
     def _forget(self, name: str) -> None:
         for key in [key for key in self._sites if key[0] == name]:
             del self._sites[key]
 
     async def _prepared(self, cases: Iterable[Case]) -> list[Case]:
-        """The cases that there is something to measure for, every stage of them built."""
-        able = []
-        for case in cases:
+        """The cases that there is something to measure for, every stage of them built, the least work first."""
+        cases = list(cases)
+        for case in sorted(cases, key=self._effort):
             site = self._sites.get((case.substrate, case.warmth))
             if site is None or case in self._done.dropped or (case.path == "incumbent" and not site.has_incumbent):
                 continue
-            if self._is_over:
-                self._drop(case, f"the time box of {self._plan.budget_s:g} s was over before its stages were built")
+            left_s = self._stages_left_s()
+            if left_s is not None and left_s <= 0:
+                self._drop(case, self._too_long("its stages were not built within"))
                 continue
             try:
                 self._works[case] = await site.prepare(case, self._workloads[case.tier])
             except UntaxError as exc:
                 self._drop(case, f"{type(exc).__name__}: {exc}")
-                continue
-            able.append(case)
-        return able
+        return self._live(cases)
+
+    def _effort(self, case: Case) -> tuple[int, int, int]:
+        """What is less comes first in a time box; of the same, the substrates come as the plan has them."""
+        return case.length, case.concurrency, self._tiers.index(case.tier)
+
+    def _share_out(self) -> None:
+        """What is left of the time box for the cases. Where stages took most of it, the run takes longer instead, and says so."""
+        box_s = self._plan.budget_s
+        self._stages_s = self._spent_s()
+        kept_s = box_s * _FOR_CASES
+        if self._stages_s + kept_s > box_s:
+            self._ration.budget_s = self._stages_s + kept_s
+            self._say(
+                f"making stages took {self._stages_s:.0f} s of the time box of {box_s:g} s; the cases have {kept_s:.0f} s all the same, "
+                f"so this run takes about {self._ration.budget_s:.0f} s. They are kept: the next run has that time for its cases"
+            )
 
     # ---- rounds ----
 
@@ -179,38 +225,47 @@ class Bench:
         plan = self._plan
         current = None
         for number, case in plan.order(cases):
-            if self._plan.budget_s and number < 0:
+            if plan.budget_s and number < 0:
                 continue  # the box's own first round was the warm-up
             if number != current:
                 current = number
-                if plan.budget_s and number >= LEAST_TRIALS and not self._ration.has_round(self._live(cases), self._spent_s()):
+                if plan.budget_s and not self._has_round(number, cases):
                     break
-            if self._plan.budget_s and self._spent_s() > plan.budget_s:
+            # A round that everybody is to have is begun when there is time for it, and then ended.
+            if plan.budget_s and number >= LEAST_TRIALS and self._spent_s() > self._ration.budget_s:
                 break
             if case in self._works:
                 if self._slots_done and self._spent_s() > self._part_s and not self._has(number, case):
                     self.is_cut = True
                     return
                 await self._slot(number, case, cases)
-        if plan.budget_s:
-            for case in self._live(cases):
-                if self._counts.get(case, 0) < LEAST_TRIALS:
-                    self._drop(case, f"only {self._counts.get(case, 0)} trials fitted into the time box of {plan.budget_s:g} s")
+
+    def _has_round(self, number: int, cases: list[Case]) -> bool:
+        """Whether a time box has one more. Of the first ones it has as much as it can: the dearest cases are dropped."""
+        live, spent_s = self._live(cases), self._spent_s()
+        if number >= LEAST_TRIALS:
+            return self._ration.has_round(live, spent_s)
+        for case in self._ration.dropped(live, spent_s, done=number):
+            self._drop(case, self._too_long(f"only {self._counts.get(case, 0)} trials fitted into"))
+        return True
 
     async def _tried(self, cases: list[Case]) -> list[Case]:
-        """The warm-up of a run in a time box: one slot of each case, shortest first; whatever cannot have its least number of trials is dropped."""
+        """The warm-up of a run in a time box: one slot of each case, cheapest first; whatever cannot have its least number of trials is dropped.
+
+        What has been tried has its time kept when the next is.
+        """
         admitted: list[Case] = []
-        ration, budget_s = self._ration, self._plan.budget_s
-        for case in sorted(cases, key=lambda one: (one.length, one.concurrency)):
-            if not ration.fits(case, admitted, self._spent_s()):
-                self._drop(case, f"no time for {LEAST_TRIALS} trials in the time box of {budget_s:g} s")
+        for case in sorted(cases, key=self._effort):
+            if case not in self._works:
+                continue  # its substrate is gone
+            if not self._ration.fits(case, admitted, self._spent_s()):
+                self._drop(case, self._no_time(case))
                 continue
             await self._slot(-1, case, cases)
-            if case in self._works:
-                admitted.append(case)
-        for case in ration.dropped(admitted, self._spent_s()):
-            self._drop(case, f"no time for {LEAST_TRIALS} trials in the time box of {budget_s:g} s")
-        return self._live(admitted)
+            for dear in self._ration.dropped(self._live([*admitted, case]), self._spent_s()):
+                self._drop(dear, self._no_time(dear))
+            admitted = self._live([*admitted, case])
+        return admitted
 
     async def _slot(self, number: int, case: Case, cases: list[Case]) -> None:
         """One slot of a case and its records, unless the file has them already."""
@@ -336,6 +391,21 @@ class Bench:
         missing = self._plan.slots(case) * case.concurrency - self._counts.get(case, 0)
         self._gap(case.substrate, reason, case=case, trials_missing=max(0, missing))
 
+    def _no_time(self, case: Case) -> str:
+        return self._too_long(f"no time for {min(LEAST_TRIALS, self._plan.trials_for(case))} trials in")
+
+    def _too_long(self, what: str) -> str:
+        """Why something does not fit the time box, and what to do about it."""
+        box_s, stages_s = self._plan.budget_s, self._stages_s or self._spent_s()
+        if stages_s <= box_s * _WORTH_SAYING:
+            return f"{what} the time box of {box_s:g} s; run it with a larger --budget"
+        return f"{what} the time box of {box_s:g} s after {stages_s:.0f} s of making stages; they are kept: run it again, or with a larger --budget"
+
+    def _not_made(self, name: str) -> str:
+        image = self._plan.options.get(name, {}).get("image")
+        first = f", or make its image first: untax image pull {image}" if image else ""
+        return self._too_long("no sandbox of it came up within") + first
+
     def _gap(self, substrate: str, reason: str, *, case: Case | None = None, trials_missing: int = 0) -> None:
         self._journal.append(Gap(self._run, instant(), substrate, reason[:2000], case, trials_missing))
         self._say(f"{case or substrate} is left out: {reason}")
@@ -361,5 +431,5 @@ class Bench:
             to_do = self._plan.slots(case) - self._counts.get(case, 0) // case.concurrency
             left += max(0, to_do) * self._ration.costs_s[case]
         if self._plan.budget_s:
-            left = min(left, max(0.0, self._plan.budget_s - self._spent_s()))
+            left = min(left, max(0.0, self._ration.budget_s - self._spent_s()))
         return left

@@ -93,7 +93,7 @@ def lines(summary: Summary) -> list[str]:
     )
     if not math.isnan(summary.unattributed_p95):
         said.append(f"unattributed time at p95: {summary.unattributed_p95:.0%} of the allowed max(1 %, 50 µs)")
-    said += [f"left out: {gap.case or gap.substrate}: {gap.reason}" for gap in summary.gaps]
+    said += [f"left out: {', '.join(names)}: {reason}" for reason, names in _by_reason(summary.gaps).items()]
     if not summary.is_complete:
         said.append("the run is not complete: go on with --resume")
     return said
@@ -124,6 +124,13 @@ def as_json(summary: Summary) -> dict[str, Any]:
         "complete": summary.is_complete,
         "unattributed_p95_of_allowed": _plain(summary.unattributed_p95),
     }
+
+
+def _by_reason(gaps: Sequence[Gap]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for gap in gaps:
+        found.setdefault(gap.reason, []).append(str(gap.case or gap.substrate))
+    return found
 
 
 def _order(item: tuple[Case, Row]) -> tuple[Any, ...]:

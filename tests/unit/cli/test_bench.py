@@ -7,6 +7,7 @@ from tests import records
 
 from untax.cli import bench, main
 from untax.core.errors import UsageError
+from untax.core.substrate import Typical
 from untax.meter.begun import Done
 from untax.meter.record import Case, Reader
 from untax.rollout import workload
@@ -58,8 +59,9 @@ def test_levels_are_numbers_and_auto_goes_on_to_the_knee(text, levels, knee):
 
 
 class Taking(FakeSubstrate):
-    """As far as the command line asks: one that takes images in."""
+    """As far as the command line asks: one that takes images in, and costs more than the other."""
 
+    typical = Typical(start_s=60.0, action_s=0.1)
     builder, takes, image_sockets = "fake", "oci", {}
     own_root = take_in = discard = create_on = FakeSubstrate.create  # none is called
 
@@ -87,6 +89,15 @@ def test_in_a_time_box_the_host_is_exported_nowhere():
     assert planned("--budget", "150", "--image", "standing=dir:/x").options == {**small, "standing": {"image": "dir:/x"}}
     assert planned("--budget", "150", "--image", "taking=host").options == {"taking": {"image": "host"}}
     assert planned().options == {}
+
+
+@pytest.mark.usefixtures("two")
+def test_in_a_time_box_the_cheapest_substrate_comes_first(tmp_path):
+    """So that the making of a dear one's stages takes nothing from it."""
+    (tmp_path / "mine.toml").write_text('image = "dir:/own"\n' + TEXT)
+    assert planned().substrates == ("taking", "standing")
+    assert planned("--budget", "150").substrates == ("standing", "taking")
+    assert planned("--budget", "150", "--tier", str(tmp_path / "mine.toml"), "--length", "0").substrates == ("standing", "taking")
 
 
 @pytest.mark.usefixtures("two")

@@ -111,8 +111,22 @@ def test_a_longer_trajectory_is_foreseen_from_a_shorter_one_of_its_kind():
     ration.note(SHORT, 1.0)
 
     assert ration.foreseen_s(LONG) == 5.0
-    assert ration.foreseen_s(Case("b", tier="T2", length=50)) is None
     assert ration.foreseen_s(Case("a", tier="T1", length=50)) is None
+    assert ration.foreseen_s(Case("a", tier="T2", length=0)) is None
+    assert ration.foreseen_s(Case("a", tier="T2", length=50, concurrency=8)) is None
+
+
+def test_work_that_nobody_tried_on_a_substrate_is_foreseen_from_the_others():
+    """At least what it costs where it is cheapest, and what the substrate itself has shown goes before that."""
+    ration = Ration(100.0)
+    for case, cost in ((Case("a", tier="T2"), 1.0), (Case("b", tier="T2"), 2.0), (SHORT, 3.0)):
+        ration.note(case, cost)
+
+    assert ration.foreseen_s(Case("c", tier="T2")) == 1.0
+    assert ration.foreseen_s(Case("b", tier="T2", warmth="warm", path="incumbent")) == 2.0
+    assert ration.foreseen_s(Case("c", tier="T2", length=10)) == 3.0
+    assert ration.foreseen_s(Case("c", tier="T2", length=50)) == 15.0
+    assert ration.foreseen_s(Case("c", tier="T1")) is None
 
 
 def test_a_case_that_cannot_have_its_least_is_not_begun():
@@ -123,6 +137,37 @@ def test_a_case_that_cannot_have_its_least_is_not_begun():
     assert not ration.fits(LONGER, [SHORT], spent_s=10.0)  # 10 + 5 + 6 × 15
 
 
+def test_what_was_tried_has_its_time_kept_when_the_next_is_tried():
+    ration = Ration(100.0)
+    ration.note(LONG, 10.0)
+    unknown = Case("a", tier="T0")
+
+    assert ration.fits(unknown, [LONG], spent_s=49.0)
+    assert not ration.fits(unknown, [LONG], spent_s=50.0)
+
+
+def test_what_takes_next_to_nothing_is_left_out_by_no_box():
+    """A warm-up that took far longer than anybody could foresee costs the dear cases their place, and not the cheap ones."""
+    ration = Ration(100.0)
+    for case, cost in ((SHORT, 1.0), (LONG, 5.0)):
+        ration.note(case, cost)
+
+    assert ration.dropped([SHORT, LONG], spent_s=500.0) == [LONG]
+    assert ration.fits(Case("b", tier="T2", length=10), [], spent_s=500.0)
+    assert not ration.fits(Case("b", tier="T2", length=10), [SHORT], spent_s=500.0)
+
+
+def test_a_case_needs_no_more_than_the_plan_has_of_it():
+    ration = Ration(100.0, least_of=lambda case: 1 if case is LONG else 5)
+    for case, cost in ((SHORT, 1.0), (LONG, 50.0)):
+        ration.note(case, cost)
+
+    assert ration.needed_s([SHORT, LONG]) == 55.0
+    assert ration.needed_s([SHORT, LONG], done=2) == 3.0
+    assert ration.dropped([SHORT, LONG], spent_s=60.0) == [LONG]
+    assert ration.dropped([SHORT, LONG], spent_s=60.0, done=1) == []
+
+
 def test_the_dearest_go_first_until_the_others_fit():
     ration = Ration(60.0)
     for case, cost in ((SHORT, 1.0), (LONG, 5.0), (LONGER, 15.0)):
@@ -130,7 +175,15 @@ def test_the_dearest_go_first_until_the_others_fit():
 
     assert ration.dropped([LONG, LONGER, SHORT], spent_s=20.0) == [LONGER]
     assert ration.dropped([SHORT], spent_s=20.0) == []
-    assert ration.dropped([SHORT], spent_s=59.0) == [SHORT]
+    assert ration.dropped([LONG], spent_s=40.0) == [LONG]
+
+
+def test_what_has_begun_is_left_out_for_more_than_a_little():
+    ration = Ration(100.0)
+    ration.note(LONGER, 15.0)
+
+    assert ration.dropped([LONGER], spent_s=50.0, done=1) == []  # 50 + 4 × 15
+    assert ration.dropped([LONGER], spent_s=51.0, done=1) == [LONGER]
 
 
 def test_another_round_is_begun_only_when_there_is_time_for_it():

@@ -1,11 +1,12 @@
 """Carrying a plan out on fakes: a failing trial is a record, a substrate that vanishes a gap, and nothing measured is ever lost."""
 
 import asyncio
+from collections import Counter
 
 import pytest
 from tests.unit.meter.benching import Bench, plan
 
-from untax.core.errors import CreateError, RecordError, SandboxLost, SubstrateUnavailable
+from untax.core.errors import CreateError, PoolTimeout, RecordError, SandboxLost, SubstrateUnavailable
 from untax.meter import run as runs
 from untax.meter import summary
 from untax.meter.gather import gather
@@ -419,14 +420,24 @@ async def test_a_time_box_drops_and_names_what_it_cannot_give_five_trials(tmp_pa
     assert "time box of 16 s" in bench.records(Gap)[0].reason
 
 
-async def test_a_time_box_that_is_over_opens_and_prepares_nothing_more(tmp_path, monkeypatch):
-    clock = FakeClock()
-    monkeypatch.setattr(runs, "now_ns", clock)
+def slow_by(clock, seconds):
+    """A command that takes so long."""
 
-    def slow(*_):
-        clock.advance(10.0)
+    def program(*_):
+        clock.advance(seconds)
         return FakeExit()
 
+    return {"true": program}
+
+
+def counted(bench):
+    return Counter(t.case.substrate for t in bench.records(Trial) if not t.warmup)
+
+
+async def test_a_time_box_opens_and_prepares_one_after_the_other_while_stages_may_be_made(tmp_path, monkeypatch):
+    """The first of the plan have everything in place before the next is looked at, which has what is left of two thirds of the box."""
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
     waits, examine = [], Site.examine
 
     async def examined(site, workload, *, wait_s):
@@ -434,14 +445,121 @@ async def test_a_time_box_that_is_over_opens_and_prepares_nothing_more(tmp_path,
         await examine(site, workload, wait_s=wait_s)
 
     monkeypatch.setattr(Site, "examine", examined)
-    fakes = {name: FakeSubstrate(programs={"true": slow}) for name in ("a", "b", "c")}
-    bench = Bench(tmp_path, fakes, plan(substrates=("a", "b", "c"), budget_s=12.0))
+    fakes = {name: FakeSubstrate(programs=slow_by(clock, 10.0)) for name in ("a", "b", "c")}
+    bench = Bench(tmp_path, fakes, plan(substrates=("a", "b", "c"), budget_s=24.0))
     await bench.run()
 
-    assert waits == [4.0, 2.0]
-    assert [(gap.substrate, gap.case is None) for gap in bench.records(Gap)] == [("c", True), ("a", False), ("b", False)]
-    assert all("time box of 12 s" in gap.reason for gap in bench.records(Gap))
-    assert not bench.records(Trial)
+    assert waits == [16.0, 6.0]  # b is looked at, and then it is too late for its stages
+    assert [(gap.substrate, gap.case is None) for gap in bench.records(Gap)][:2] == [("b", False), ("c", True)]
+    for gap, words in zip(bench.records(Gap), ("its stages were not built", "its turn did not come"), strict=False):
+        assert (
+            gap.reason
+            == f"{words} within the time box of 24 s after 20 s of making stages; they are kept: run it again, or with a larger --budget"
+        )
+
+
+async def test_stages_that_take_the_whole_time_box_leave_the_cases_their_share(tmp_path, monkeypatch):
+    """As in the first run on a slow machine. It takes longer than its box, and says so."""
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+    examine = Site.examine
+
+    async def examined(site, workload, *, wait_s):
+        clock.advance(200.0 if site.name == "dear" else 0.0)
+        await examine(site, workload, wait_s=wait_s)
+
+    monkeypatch.setattr(Site, "examine", examined)
+    fakes = {name: FakeSubstrate(programs=slow_by(clock, 1.0)) for name in ("cheap", "dear")}
+    bench = Bench(tmp_path, fakes, plan(substrates=("cheap", "dear"), trials=10, budget_s=60.0))
+    await bench.run()
+
+    assert counted(bench) == {"cheap": 10}
+    assert [gap.case.substrate for gap in bench.records(Gap)] == ["dear"]
+    assert any("making stages took 202 s of the time box of 60 s; the cases have 20 s all the same" in line for line in bench.said)
+    assert clock() <= 222e9
+
+
+async def test_bringing_what_workloads_work_on_takes_no_substrate_s_turn(tmp_path, monkeypatch):
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    async def serve(bench, _):
+        await bench._bring(clock.advance, 500.0)
+
+    monkeypatch.setattr(runs.Bench, "_serve", serve)
+    fakes = {name: FakeSubstrate(programs=slow_by(clock, 0.1)) for name in ("a", "b")}
+    bench = Bench(tmp_path, fakes, plan(substrates=("a", "b"), budget_s=60.0))
+    await bench.run()
+
+    assert counted(bench) == {"a": 3, "b": 3}
+
+
+async def test_warm_ups_of_dear_cases_take_no_trial_from_the_cheap_ones(tmp_path, monkeypatch):
+    """However much longer one takes than could be foreseen; what is left out says what to do."""
+    clock = FakeClock()
+    monkeypatch.setattr(runs, "now_ns", clock)
+    fakes = {"cheap": FakeSubstrate(programs=slow_by(clock, 0.1)), "dear": FakeSubstrate(programs=slow_by(clock, 30.0))}
+    bench = Bench(
+        tmp_path, fakes, plan(substrates=("cheap", "dear"), paths=("channel",), warmth=("cold", "warm"), trials=10, budget_s=100.0)
+    )
+    await bench.run()
+
+    assert counted(bench)["cheap"] >= 10
+    assert "dear" not in counted(bench)
+    assert {gap.case.substrate for gap in bench.records(Gap)} == {"dear"}
+    assert all("run it again, or with a larger --budget" in gap.reason for gap in bench.records(Gap))
+
+
+async def test_a_substrate_that_does_not_come_up_in_a_time_box_is_closed_before_the_trials(tmp_path, monkeypatch):
+    """What it was still building would be built beside them."""
+    examine, dear, seen = Site.examine, FakeSubstrate(), []
+
+    async def examined(site, workload, *, wait_s):
+        if site.engine.substrate is dear:
+            raise PoolTimeout("nothing became free")
+        await examine(site, workload, wait_s=wait_s)
+
+    monkeypatch.setattr(Site, "examine", examined)
+    options = {"dear": {"image": "debian:bookworm"}}
+    a_plan = plan(substrates=("cheap", "dear"), budget_s=60.0, options=options)
+    bench = Bench(tmp_path, {"cheap": FakeSubstrate(), "dear": dear}, a_plan, tell=lambda *_: seen.append(dear.log[-1]))
+    await bench.run()
+
+    assert set(seen) == {"aclose"}
+    (gap,) = bench.records(Gap)
+    assert gap.reason == (
+        "no sandbox of it came up within the time box of 60 s; run it with a larger --budget"
+        ", or make its image first: untax image pull debian:bookworm"
+    )
+
+
+async def test_a_machine_that_grows_slower_costs_the_dearest_their_place(tmp_path, monkeypatch):
+    """In every round: the cheap ones have their five."""
+    clock, told = FakeClock(), []
+    monkeypatch.setattr(runs, "now_ns", clock)
+
+    def program(*_):
+        clock.advance(1.0 if len(told) < 2 else 2.0)  # after the warm-ups
+        return FakeExit()
+
+    fake = FakeSubstrate(programs={"true": program})
+    a_plan = plan(works=(("W", 0), ("W", 4)), trials=10, budget_s=24.0)
+    bench = Bench(tmp_path, {"fake": fake}, a_plan, tell=lambda *_: told.append(1))
+    await bench.run()
+
+    lengths = Counter(t.case.length for t in bench.records(Trial) if not t.warmup)
+    assert lengths[0] >= 5
+    (gap,) = bench.records(Gap)
+    assert (gap.case.length, gap.reason.partition(" in")[0]) == (4, f"only {lengths[4]} trials fitted")
+    assert clock() <= 24e9
+
+
+async def test_a_time_box_takes_nothing_from_a_plan_of_few_trials(tmp_path):
+    bench = Bench(tmp_path, {"fake": FakeSubstrate()}, plan(trials=3, concurrency=(1, 4), budget_s=60.0))
+    await bench.run()
+
+    assert counted(bench) == {"fake": 3 + 4}
+    assert not bench.records(Gap)
 
 
 async def test_a_time_box_gives_everybody_five_before_it_gives_anybody_more(tmp_path, monkeypatch):
@@ -502,6 +620,19 @@ def test_the_summary_counts_failures_and_marks_what_is_below_resolution(tmp_path
     assert "9.00 ms*" not in text
     assert "not complete" in text
     assert [row["below_resolution"] for row in summary.as_json(found)["cases"]] == [False, True]
+
+
+def test_the_summary_names_together_what_was_left_out_for_one_reason(tmp_path):
+    with Journal.create(tmp_path / "f", Run("r", "now", 1, {}, {}, span_cost_ns=200)) as journal:
+        for case, reason in ((Case("a", tier="T2"), "no time"), (Case("b", tier="T0"), "no image"), (Case("b", tier="T2"), "no time")):
+            journal.append(Gap("r", "now", case.substrate, reason, case))
+        journal.append(Gap("r", "now", "c", "no image"))
+
+    text = summary.lines(summary.summarise(tmp_path / "f"))
+    assert [line for line in text if line.startswith("left out")] == [
+        "left out: a T2 cold, b T2 cold: no time",
+        "left out: b T0 cold, c: no image",
+    ]
 
 
 def test_the_summary_and_the_report_name_the_same_share_of_tax(tmp_path):
