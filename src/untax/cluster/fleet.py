@@ -446,7 +446,9 @@ class Fleet(Leasing):
         """As `untax.Engine.prepare`, on the node where a lease of it would go."""
         fleet = await self._ready()
         for best in await fleet._placing.ranked(checked(self.offer, spec, Bindings()).spec):
-            return await fleet._placing.engine(best.node).prepare(spec, progress=progress)
+            prepared = await fleet._placing.engine(best.node).prepare(spec, progress=progress)
+            fleet._placing.wake()
+            return prepared
         raise terms.nobody(self.name, self._roll.refusals)
 
     async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
@@ -463,6 +465,7 @@ class Fleet(Leasing):
         if not fleet._usable():
             raise terms.nobody(self.name, self._roll.refusals)
         await fleet._warming.warm(spec, n)
+        fleet._placing.wake()
 
     async def pools(self) -> PoolStatus:
         """All nodes' pools together."""

@@ -1,7 +1,7 @@
 """How a lease finds its node: rank what is known, ask the best, and the next when that one refuses. Nobody else is asked on the way.
 
 The nodes come and go with `follow` and `leave`; each that is followed says what changes there (`RemoteEngine.watch`). One that does not answer
-is not asked for leases until it does again. A lease that waits at a full node is asked for elsewhere too once another has room, and keeps
+is not asked for leases until it does again. While nothing is placed they say less (`untax.cluster.attention`). A lease that waits at a full node is asked for elsewhere too once another has room, and keeps
 its turn until that one has given it.
 """
 
@@ -11,12 +11,14 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from untax.cluster.attention import REST_S, Attention
 from untax.cluster.view import Claim, Views
 from untax.cluster.waiting import Line
 from untax.core.errors import (
@@ -85,6 +87,10 @@ class Placing:
         self._foreseeing: asyncio.TimerHandle | None = None
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
         self._line = Line(self.ranked, self._room, self._is_better)
+        # Its own node a client looks at with every lease, also one from the hand: the next may not come from there, and goes elsewhere where nothing is idle. At the
+        # others it looks with leases that are placed; one among those from the hand may go by what is known.
+        self._near, self._far = (Attention(self._tell_pace, is_needed=lambda: self._asked > 0) for _ in range(2))
+        self._handed_s = -math.inf  # when a lease came from the hand
 
     # ---- who is there ----
 
@@ -93,6 +99,7 @@ class Placing:
         self.leave(node)
         self.views.joined(node, isolation=engine.substrate.isolation)
         engine.on_link(lambda link_s: self.views.linked(node, link_s))
+        engine.rest(self._is_resting(node))
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
         self._line.changed()
 
@@ -109,6 +116,8 @@ class Placing:
         return self._nodes[node].engine
 
     async def aclose(self) -> None:
+        self._near.close()
+        self._far.close()
         if self._foreseeing is not None:
             self._foreseeing.cancel()
         tasks = [*(one.watching for one in self._nodes.values()), *(task for task, _ in self._learning.values())]
@@ -141,6 +150,18 @@ class Placing:
                     return  # closed, or not one for us
             await asyncio.sleep(delay_s)  # nothing tells when somebody begins to listen there
             delay_s = min(2 * delay_s, _LAST_RETRY_S)
+
+    def wake(self) -> None:
+        """Leases are about to be placed by what the nodes say: they say what has changed."""
+        self._near.wake()
+        self._far.wake()
+
+    def _is_resting(self, node: str) -> bool:
+        return (self._near if node == self.views.here else self._far).is_resting
+
+    def _tell_pace(self) -> None:
+        for node, followed in self._nodes.items():
+            followed.engine.rest(self._is_resting(node))
 
     # ---- the next lease ----
 
@@ -199,6 +220,8 @@ class Placing:
             return None
         box = await engine.take_in_hand(request, engine.clock())
         if box is not None:
+            self._near.wake()
+            self._handed_s = asyncio.get_running_loop().time()
             box.was_placed(Placed(str(self.views.here), _IN_HAND))
         return box
 
@@ -221,6 +244,8 @@ class Placing:
         spec = request.spec
         full = 0
         while full < _MOST_FULL:
+            if tried or asyncio.get_running_loop().time() > self._handed_s + REST_S:
+                self.wake()
             best = self.views.foreseen(spec) if not tried else None
             if best is None:
                 ranked = await self.ranked(spec, _in_time(request, began_s).wait_s, most=len(tried) + 2)
@@ -239,6 +264,7 @@ class Placing:
 
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
         """Nobody has room, and all who might have said so: the lease waits where the line is shortest, and goes elsewhere when there is room before its turn."""
+        self.wake()
         waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
         ranked = await self.ranked(request.spec)
         best = next((one for one in ranked if (one.is_full and one.node not in tried) or one.node in waitable), None)

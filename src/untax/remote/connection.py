@@ -229,6 +229,13 @@ class Connection:
         self._pending.pop(request_id, None)
         return reply
 
+    def restate(self, op: str) -> None:
+        """The arguments of a standing request are others now: it goes on with these, over the next connection where there is none."""
+        if self._stream is not None:
+            for request_id, pending in self._pending.items():
+                if pending.is_standing and pending.op == op and not pending.is_abandoned:
+                    self._send(request_id, pending)
+
     def knock(self) -> None:
         """Wake a server that may be asleep, for who is about to ask: it wakes up while the request is put together. Only where this process had
         nothing to say to any server for a while: both are asleep then, and a knock takes nothing from anybody.

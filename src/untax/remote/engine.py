@@ -77,6 +77,7 @@ class RemoteEngine(Leasing):
         self._place: Dialler = WebDialler(web_address(url, token, ca_file)) if is_web(url) else UnixDialler(socket_path(url))
         self._connection: Connection | None = None
         self._leases = 0
+        self._watching = {"is_resting": False}
         self._hand: Hand | None = None
         """None where channels come over the connection itself: who has one of those asks for each."""
 
@@ -210,7 +211,14 @@ class RemoteEngine(Leasing):
         """
         if self._connection is None:
             raise UsageError("not connected: use `async with untax.connect(url)`, or await start()")
-        (await self._connection.request("watch", {}, on_part=told, is_standing=True)).discard()
+        (await self._connection.request("watch", self._watching, on_part=told, is_standing=True)).discard()
+
+    def rest(self, is_resting: bool) -> None:
+        """Who watches does not look at it for a while, and is told less until it does again. Holds for every watch, begun or not."""
+        if self._watching["is_resting"] != is_resting:
+            self._watching["is_resting"] = is_resting
+            if self._connection is not None:
+                self._connection.restate("watch")
 
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients, as `Ledger.to_json` has them."""

@@ -321,7 +321,7 @@ class Session:
             case "lease" | "warm" if service.is_draining:
                 self._say_error(request_id, PoolClosed("the server is stopping; connect to another, or to its successor"))
             case "watch":
-                self._watching(owner, request_id)
+                self._watching(owner, request_id, is_resting=isinstance(args, dict) and args.get("is_resting") is True)
             case "ledgers":
                 self.say({"id": request_id, "ok": {"value": service.latest_ledgers(owner.gate.name or None)}})
             case _ if isinstance(args, dict):
@@ -332,13 +332,13 @@ class Session:
             case _:
                 self.refuse(request_id, ProtocolError("a request without arguments"))
 
-    def _watching(self, owner: Owner, request_id: int) -> None:
+    def _watching(self, owner: Owner, request_id: int, *, is_resting: bool) -> None:
         try:
             owner.gate.check_watching()
         except UntaxError as exc:
             self._say_error(request_id, exc)
         else:
-            self._service.views.watch(self, request_id)
+            self._service.views.watch(self, request_id, is_resting=is_resting)
 
     def _say_error(self, request_id: int, exc: UntaxError) -> None:
         self.say({"id": request_id, "error": error_data(exc)})

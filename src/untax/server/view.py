@@ -2,7 +2,8 @@
 
 A session that asked is told all of it at once and from then on only what has changed: soon after a change and at most every 50 ms where it leases here
 itself; elsewhere what tells where something can be had at all as soon, what is idle and under way every 150 ms, the rest within a quarter of a second. Every value is absolute, so that what is told twice does no harm. Beside it each is told up to
-which of its own requests for leases all are in what it is told. While nobody asks, nothing here is called.
+which of its own requests for leases all are in what it is told. One that *rests*, because it places no leases at the moment, is told as soon what would make a lease here go wrong and what its own requests came to, and everything else every two
+seconds. While nobody asks, nothing here is called.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ what it is told a client reckons with it by itself."""
 # The same for who does not lease here. Every node tells every client, so what is said grows with the product of the two.
 # What tells where something can be had at all comes first, what is idle at the moment next: it is another one before a lease gets there.
 _ELSEWHERE_S, _IDLE_S, _LATER_S = 0.05, 0.15, 0.25
+# The same for who rests, all of them together. The first lease after a rest is placed by what is so old; how busy a machine is, it says of the last ten seconds anyway.
+_RESTING_S = 2.0
+_CERTAIN = ("isolation", "most_mib", "is_draining")  # what a lease goes wrong by, whatever else is so
 _FIRST_S = 0.005  # after a quiet time: what belongs together is told together, and not beside a lease's first action, which takes 2 ms
 _LOOK_S = 1.0  # how often it is looked at what has no event: how busy the machine is
 _BUSY_STEP = 0.1  # by how much that has to differ to be told
@@ -61,10 +65,11 @@ class Watched(Protocol):
 class _Told:
     """What a watcher knows."""
 
-    __slots__ = ("asked", "at_s", "request_id", "view")
+    __slots__ = ("asked", "at_s", "is_resting", "request_id", "view")
 
-    def __init__(self, request_id: int) -> None:
+    def __init__(self, request_id: int, is_resting: bool) -> None:
         self.request_id = request_id
+        self.is_resting = is_resting
         self.view: View | None = None  # it has to be told all of it
         self.asked = -1
         self.at_s = -math.inf
@@ -81,14 +86,23 @@ class Views:
         self._later: asyncio.TimerHandle | None = None  # for what was put off
         self._looking: asyncio.TimerHandle | None = None
         self._pushed_s = -math.inf
+        self._rested_s = -math.inf  # when those who rest were told
         self._costs = _Costs()
         self._busy = 0.0
         self._restocked = -1
         self._keys: frozenset[str] = frozenset()
 
-    def watch(self, watcher: Watcher, request_id: int) -> None:
+    def watch(self, watcher: Watcher, request_id: int, *, is_resting: bool = False) -> None:
+        """It is told all of it; by the same request once more it only begins or ceases to rest, and is told then what it was not."""
+        told = self._watchers.get(watcher)
+        if told is not None and told.request_id == request_id:
+            if told.is_resting and not is_resting:
+                told.at_s = -math.inf
+                self.changed()
+            told.is_resting = is_resting
+            return
         is_first = not self._watchers
-        self._watchers[watcher] = _Told(request_id)
+        self._watchers[watcher] = _Told(request_id, is_resting)
         if is_first:
             self._begin()
         self._push()
@@ -154,6 +168,7 @@ class Views:
         whole = self._whole()
         changes: dict[int, tuple[Body, float]] = {}  # by what was known; most know the same
         put_off_s = math.inf
+        is_turn = now_s >= self._rested_s + _RESTING_S  # of those who rest; nobody need call for it, since it is looked every second
         for watcher, told in self._watchers.items():
             if watcher.unsent > _UNSENT_MAX:
                 told.view = None
@@ -161,6 +176,8 @@ class Views:
             asked = watcher.asked
             if told.view is None:
                 part = _all_of(whole)
+            elif told.is_resting and not is_turn and asked == told.asked and all(told.view[name] == whole[name] for name in _CERTAIN):
+                continue
             else:
                 if id(told.view) not in changes:
                     changes[id(told.view)] = change = _change(told.view, whole), _pause_s(told.view, whole)
@@ -176,6 +193,8 @@ class Views:
             if asked != told.asked:
                 part = {**part, "asked": asked}
             told.view, told.asked, told.at_s = whole, asked, now_s
+            if told.is_resting and is_turn:
+                self._rested_s = now_s
             watcher.say({"id": told.request_id, "part": part})
         if self._later is not None:
             self._later.cancel()

@@ -86,7 +86,9 @@ class Ferry:
             ours.setblocking(False)
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
             try:
-                self._process = subprocess.Popen([cell_path(), "ferry"], stdin=its.fileno(), stdout=subprocess.DEVNULL, start_new_session=True)
+                self._process = subprocess.Popen(
+                    [cell_path(), "ferry"], stdin=its.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+                )
             except BaseException:
                 ours.close()
                 raise

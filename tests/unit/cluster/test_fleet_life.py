@@ -25,6 +25,7 @@ from untax.cluster.terms import Member, Roll, Ticket
 from untax.cluster.trust import Trust
 from untax.remote.boot import boot_id
 from untax.remote.engine import RemoteSubstrate
+from untax.server import view as server_view
 from untax.sync.fleet import _shared as blocking_handle
 
 AUTHORITY = Trust.new("life").authority.certificate
@@ -221,6 +222,18 @@ def test_a_blocking_handle_whose_first_start_failed_is_good_for_the_next(near, e
         handle.acquire()
     assert blocking_handle(said.to_json()) is not handle
     assert near.users == 0
+
+
+async def test_what_was_warmed_is_known_to_the_leases_that_follow(near, tmp_path, monkeypatch):
+    """Whoever warms is about to lease, and rests no more."""
+    monkeypatch.setattr(server_view, "_RESTING_S", 3600.0)
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = Keeping(said)
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            for n in (1, 3, 2):
+                await fleet.warm(n=n)
+                await until(lambda n=n: list(fleet._placing.views.view("here").idle.values()) == [n])
 
 
 # ---- fleets that follow each other under one name ----

@@ -3,16 +3,19 @@
 import asyncio
 import contextlib
 import json
+import math
 
 import pytest
 from tests.unit.server.test_service import until
 
 import untax
+from untax.cluster import attention
 from untax.cluster import placing as module
 from untax.cluster.placing import Placing
 from untax.cluster.view import Views
 from untax.leases import Bindings, checked
 from untax.pool.options import PoolOptions
+from untax.server import view as server_view
 from untax.server.service import Service
 from untax.server.unix import UnixListener
 from untax.testing import FakeSubstrate
@@ -52,6 +55,7 @@ async def nodes(tmp_path, names="abc", *, here=None, **options):
 async def test_a_lease_goes_where_a_sandbox_is_idle_and_says_why(tmp_path):
     async with nodes(tmp_path, here="a") as fleet:
         await fleet.engines["b"].warm(n=1)
+        fleet.placing.wake()
         await until(lambda: sum(fleet.placing.views.view("b").idle.values()) == 1)
         for node in "abc":  # a fake is made more quickly than anything is guessed to be bound
             fleet.placing.views.told(node, {"costs": {"by_name": {"create": 0.05}, "by_key": {}}})
@@ -107,6 +111,7 @@ async def test_without_a_reason_for_another_it_is_the_callers_own_node(tmp_path)
 async def test_a_burst_is_spread_over_what_is_idle_everywhere(tmp_path):
     async with nodes(tmp_path, here="a") as fleet:
         await asyncio.gather(*(engine.warm(n=3) for engine in fleet.engines.values()))
+        fleet.placing.wake()
         await until(lambda: all(sum(fleet.placing.views.view(node).idle.values()) == 3 for node in "abc"))
 
         boxes = await asyncio.gather(*(fleet.lease() for _ in range(9)))
@@ -118,7 +123,7 @@ async def test_a_burst_is_spread_over_what_is_idle_everywhere(tmp_path):
 
 async def test_a_node_that_refuses_is_passed_over_and_named(tmp_path):
     async with nodes(tmp_path, here="a", entries=1) as fleet:
-        fleet.services["a"].views._watchers.clear()  # it tells no more
+        fleet.services["a"].views._push = lambda: None  # it tells no more
         other = await fleet.engines["a"].acquire()  # somebody else's, of which the next lease has not heard
 
         box = await fleet.lease()
@@ -393,6 +398,7 @@ async def test_leases_in_a_row_come_from_the_hand_of_the_callers_own_node(tmp_pa
     """Nobody is asked for them, and the ledger says so."""
     async with nodes(tmp_path, here="b") as fleet:
         await asyncio.gather(*(engine.warm(n=8) for engine in fleet.engines.values()))
+        fleet.placing.wake()
         await until(lambda: all(sum(fleet.placing.views.view(node).idle.values()) == 8 for node in "abc"))
         for node in "abc":  # a fake is made more quickly than anything is guessed to be bound
             fleet.placing.views.told(node, {"costs": {"by_name": {"create": 0.05}, "by_key": {}}})
@@ -413,6 +419,7 @@ async def test_a_claim_of_what_was_in_hand_by_then_is_settled(tmp_path):
     """Another lease may have brought it while this one was being placed: the node is asked nothing, and nothing stays claimed."""
     async with nodes(tmp_path, "a", here="a") as fleet:
         await fleet.engines["a"].warm(n=8)
+        fleet.placing.wake()
         await until(lambda: sum(fleet.placing.views.view("a").idle.values()) == 8)
         while not fleet.engines["a"].has_in_hand:
             await in_a_row(fleet, 1)
@@ -443,3 +450,116 @@ def test_the_next_lease_is_placed_anew_where_another_node_has_clearly_less_to_do
         views.joined(node, isolation="none")
         views.told(node, {"cpus": 2, **said})
     assert module.is_favoured(views.view("a"), views.all()) is is_kept
+
+
+# ---- who places nothing rests ----
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """It rests soon, and what may be told later to who does is not told at all."""
+    for one in (attention, module):
+        monkeypatch.setattr(one, "REST_S", 0.02)
+    monkeypatch.setattr(server_view, "_RESTING_S", 3600.0)
+
+
+def resting(fleet):
+    """As the nodes know it."""
+    return {node for node, service in fleet.services.items() for told in service.views._watchers.values() if told.is_resting}
+
+
+def claims(fleet):
+    return [claim for node in fleet.services for claim in fleet.placing.views._nodes[node].claims]
+
+
+def idle(fleet, node):
+    return sum(fleet.placing.views.view(node).idle.values())
+
+
+async def test_a_client_that_places_nothing_rests_and_one_that_does_is_told_what_has_changed(tmp_path, brief):
+    """Also by the nodes to which the lease did not go."""
+    async with nodes(tmp_path) as fleet:
+        assert resting(fleet) == set("abc")  # it has placed nothing yet
+        await (await fleet.lease()).release()
+        await until(lambda: resting(fleet) == set())
+        await until(lambda: resting(fleet) == set("abc") and not claims(fleet))
+        before = {node: idle(fleet, node) for node in "abc"}
+        await asyncio.gather(*(engine.warm(n=5) for engine in fleet.engines.values()))
+        await asyncio.sleep(3 * server_view._LATER_S)
+        assert {node: idle(fleet, node) for node in "abc"} == before
+
+        await (await fleet.lease()).release()
+
+        await until(lambda: all(idle(fleet, node) >= 4 for node in "abc"))
+        await until(lambda: resting(fleet) == set("abc"))
+
+
+async def test_what_was_claimed_before_a_rest_is_settled(tmp_path, brief):
+    """Nothing is taken for gone until the client looks again."""
+    async with nodes(tmp_path) as fleet:
+        for _ in range(5):
+            await (await fleet.lease()).release()
+        await until(lambda: resting(fleet) == set("abc") and not claims(fleet))
+
+
+async def test_a_draining_node_is_known_to_a_client_at_rest(tmp_path, brief):
+    async with nodes(tmp_path, "ab") as fleet:
+        fleet.services["a"].drain()
+        await until(lambda: fleet.placing.views.view("a").is_draining)
+        assert resting(fleet) == set("ab")
+
+
+async def test_who_waits_for_room_does_not_rest(tmp_path, brief):
+    """A lease that waits moves to another node however long ago it was placed, since it hears of its room."""
+    async with one_waits(tmp_path, wait_s=20.0) as (fleet, _, other, held, waiting):
+        await asyncio.sleep(10 * attention.REST_S)
+        assert resting(fleet) == set()
+        await held.pop(other).release()
+        box = await waiting
+        assert box.ledger.placed.node == other
+        await box.release()
+        await until(lambda: resting(fleet) == set("ab"))
+
+
+async def test_leases_from_the_hand_wake_the_callers_own_node_alone_and_so_does_one_among_them_that_is_asked_for(tmp_path, monkeypatch):
+    async with nodes(tmp_path, here="b") as fleet:
+        await fleet.engines["b"].warm(n=8)
+        while not fleet.engines["b"].has_in_hand:
+            await in_a_row(fleet, 1)
+        await until(lambda: resting(fleet) == set())
+        monkeypatch.setattr(fleet.placing._far, "_looked_s", -math.inf)
+        fleet.placing._far._look()
+
+        boxes = await in_a_row(fleet, 5)
+        other = await fleet.lease(files={"of": b"its own"})
+
+        assert all("in hand" in box.ledger.placed.why for box in boxes) and "in hand" not in other.ledger.placed.why
+        await until(lambda: resting(fleet) == set("ac"))
+        await until(lambda: not claims(fleet))  # the node that was asked has told it
+        await other.release()
+
+
+async def test_who_was_refused_looks_also_while_it_leases_from_its_hand(tmp_path):
+    """What it went by was outdated."""
+    async with nodes(tmp_path, "ab", here="a", entries=1) as fleet:
+        fleet.services["a"].views._push = lambda: None  # it tells no more
+        other = await fleet.engines["a"].acquire()
+        fleet.placing._handed_s = asyncio.get_running_loop().time()
+
+        box = await fleet.lease()
+
+        assert [node for node, _ in box.ledger.placed.tried] == ["a"]
+        await until(lambda: resting(fleet) == set())
+        await box.release()
+        await other.release()
+
+
+async def test_a_node_that_joins_is_told_whether_its_client_rests(tmp_path):
+    async with nodes(tmp_path) as fleet:
+        for is_resting in (True, False):
+            fleet.placing.leave("c")
+            await until(lambda: not fleet.services["c"].views._watchers)
+            fleet.placing.follow("c", fleet.engines["c"])
+            await until(lambda: fleet.services["c"].views._watchers)
+            assert ("c" in resting(fleet)) is is_resting
+            fleet.placing.wake()

@@ -173,6 +173,108 @@ async def test_a_view_says_up_to_which_request_for_a_lease_it_has_them_in(tmp_pa
         assert {part["asked"] for part in parts if "asked" in part} == {0, *numbers}  # told when it differs, and only then
 
 
+# ---- who rests ----
+
+
+class Onlooker:
+    unsent = asked = 0
+
+    def __init__(self):
+        self.told = []
+
+    def say(self, body, fd=None):
+        self.told.append(body["part"])
+
+
+@pytest.fixture
+def hours(monkeypatch):
+    """What may be told later to who rests is not told within a test."""
+    monkeypatch.setattr(module, "_RESTING_S", 3600.0)
+
+
+async def test_who_rests_is_told_all_of_it_once_and_what_changed_when_it_rests_no_more(tmp_path, hours):
+    resting, attentive = Onlooker(), Onlooker()
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        service.views.watch(resting, 1, is_resting=True)
+        service.views.watch(attentive, 1)
+        for n in (1, 4, 8):
+            await engine.warm(n=n)
+            await until(lambda n=n: any(n in part.get("idle", {}).values() for part in attentive.told))
+        assert [part.get("whole") for part in resting.told] == [True]
+
+        service.views.watch(resting, 1)
+
+        await until(lambda: len(resting.told) == 2)
+        assert "whole" not in resting.told[1] and list(resting.told[1]["idle"].values()) == [8]
+        await engine.warm(n=2)
+        await until(lambda: 2 in resting.told[-1].get("idle", {}).values())
+
+
+async def test_who_rests_hears_of_everything_in_the_end(tmp_path, monkeypatch):
+    """And not more often than that."""
+    monkeypatch.setattr(module, "_RESTING_S", 0.3)
+    resting, at_s = Onlooker(), []
+    resting.say = lambda body, fd=None: (at_s.append(asyncio.get_running_loop().time()), Onlooker.say(resting, body))
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        service.views.watch(resting, 1, is_resting=True)
+        for n in (1, 4, 1, 4, 8):
+            await engine.warm(n=n)
+            await asyncio.sleep(0.1)
+        await until(lambda: 8 in resting.told[-1].get("idle", {}).values())
+    apart = [later - earlier for earlier, later in itertools.pairwise(at_s)]
+    assert apart and min(apart) >= 0.3 * 0.95
+
+
+async def test_who_rests_is_told_at_once_that_there_are_no_more_leases(tmp_path, hours):
+    resting = Onlooker()
+    async with serving(tmp_path) as service:
+        service.views.watch(resting, 1, is_resting=True)
+        service.drain()
+        await until(lambda: resting.told[-1].get("is_draining"))
+
+
+async def test_who_rests_is_told_what_its_own_requests_came_to(tmp_path, hours):
+    """Or its claims would stay for as long as it rests."""
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        engine.rest(True)
+        async with watching(engine) as (parts, _):
+            numbers = []
+            request = untax.leases.checked(engine.offer, None, untax.leases.Bindings())
+            box = await engine.fulfil(request, on_sent=numbers.append)
+            await until(lambda: parts[-1].get("asked") == numbers[0])
+            await box.release()
+
+
+async def test_a_connection_that_is_taken_up_again_goes_on_at_the_same_pace(tmp_path, hours):
+    """Also where another was said while there was none."""
+
+    def is_resting(service):
+        [told] = service.views._watchers.values()
+        return told.is_resting
+
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine) as (parts, view):
+        engine.rest(True)
+        await until(lambda: is_resting(service))
+        for wholes, rests in ((2, True), (3, False), (4, False)):
+            engine._connection.on_lost = lambda reason, rests=rests: engine.rest(rests)
+            break_connection(engine)
+            await until(lambda wholes=wholes: sum(bool(part.get("whole")) for part in parts) == wholes)
+            assert is_resting(service) is rests
+        await engine.warm(n=3)
+        await until(lambda: list(view.idle.values()) == [3])
+
+
+async def test_what_is_said_while_a_watch_has_no_connection_yet_holds_for_it(tmp_path, hours):
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        break_connection(engine)
+        await until(lambda: not engine._connection.is_connected)
+        watch = asyncio.ensure_future(engine.watch(lambda part: None))
+        await asyncio.sleep(0)
+        engine.rest(True)
+        await until(lambda: [told.is_resting for told in service.views._watchers.values()] == [True])
+        watch.cancel()
+
+
 SAID = {
     "isolation": "namespace",
     "idle": {"k": 4},
