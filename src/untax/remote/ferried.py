@@ -37,6 +37,7 @@ class Ferried:
         self._early: set[int] = set()
         self._sealed: Sealed | None = None
         self._is_open = False  # the other end has greeted
+        self._is_held = False  # there is a held connection beside it
         self._greeted_with: frozenset[int] = frozenset()
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -45,10 +46,12 @@ class Ferried:
         """The held connection has greeted: have one beside it, in the place of what there was. Lanes wait for it as long as a lease waits for its owner."""
         self._stop()
         self._drop()
+        self._is_held = True
         self._keeping = self._loop.create_task(self._keep(owner, secret, lease_s))
 
     def rest(self) -> None:
         """There is no held connection. What is there goes on; what breaks waits for `begin`."""
+        self._is_held = False
         if not self._is_open:
             self._stop()
             self._drop()
@@ -85,6 +88,8 @@ class Ferried:
                 if self.lanes and self._loop.time() - since_s > lease_s:
                     self._end_all()
             self._drop()
+            if not self._is_held:
+                return
             await asyncio.sleep(delay_s)  # nothing tells when it can be had
             delay_s = min(2 * delay_s, _LAST_RETRY_S if self.lanes else _IDLE_RETRY_S)
 

@@ -199,7 +199,6 @@ async def test_while_there_is_no_held_connection_nothing_is_dialled(server):
     server.is_down = True
     far.sealed.close()
     await until(lambda: not ferried._is_open)
-    ferried.rest()
     asked = server.asked
     await asyncio.sleep(0.05)
     assert server.asked == asked and not sink.is_over
