@@ -8,6 +8,7 @@
 #include "ferry.h"
 
 #include <errno.h>
+#include <grp.h>
 #include <linux/capability.h>
 #include <signal.h>
 #include <stdio.h>
@@ -36,9 +37,12 @@ enum message_kind { M_GREETING = 0, M_DATA = 1, M_ACK = 2, M_END = 3 };
 #define READ_AT_ONCE (64u << 10)
 #define HIGH (256u << 10)             // unsent bytes of a client above which its sandboxes are not read from
 #define BUCKETS 64u
+#define NOBODY 65534u
 
 // From the agent: an operation, the client's number, and what belongs to it.
 enum control_op { C_CONNECT = 'C', C_LANE = 'L', C_KEEP = 'K', C_FORGET = 'F' };
+// To the agent, with the client's number: whether there is anybody to carry for.
+enum told_op { T_GREETED = 'G', T_BROKEN = 'B' };
 #define CONTROL_MAX (256u << 10)
 
 struct queue {
@@ -139,8 +143,18 @@ static void broke(struct client *c) {
     c->is_broken = has_broken = true;
 }
 
+static void tell_agent(uint8_t op, const struct client *c) {
+    uint8_t message[5];
+    struct wr w = {.data = message, .room = sizeof message};
+    wr_u8(&w, op);
+    wr_u32(&w, c->number);
+    ssize_t n = send(control.fd, message, sizeof message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    (void)n;  // an agent that does not read is about to end
+}
+
 static void disconnect(struct client *c) {
     if (reading == c) reading = NULL;
+    if (c->is_greeted) tell_agent(T_BROKEN, c);
     source_close(&c->connection);
     seal_wipe(&c->in);
     seal_wipe(&c->out);
@@ -266,7 +280,6 @@ static void resume(struct lane *l, uint64_t seen) {
     }
     took(&l->unseen, (size_t)(seen - l->seen));
     l->seen = seen;
-    l->acknowledged = l->received - left(&l->inward);
     for (size_t at = 0; at < left(&l->unseen); at += READ_AT_ONCE) {
         size_t rest = left(&l->unseen) - at;
         put(l->client, M_DATA, l->number, front(&l->unseen) + at, rest < READ_AT_ONCE ? rest : READ_AT_ONCE);
@@ -279,9 +292,13 @@ static void greeted(struct client *c, struct rd said) {
     struct wr ours = {0};
     for (uint32_t i = 0; i < BUCKETS; i++)
         for (struct lane *l = c->lanes[i]; l; l = l->next) {
+            // What the sandbox has not taken the client has still: it counts as not received, or both would have another notion of what may be on its way.
+            l->received -= left(&l->inward);
+            l->acknowledged = l->received;
+            queue_free(&l->inward);
+            l->is_listed = false;
             wr_u32(&ours, l->number);
             wr_u64(&ours, l->received);
-            l->is_listed = false;
         }
     if (ours.failed || ours.size > PIECE) broke(c);
     else put(c, M_GREETING, (uint32_t)(ours.size / GREETED), ours.size ? ours.data : nothing, ours.size);
@@ -290,7 +307,7 @@ static void greeted(struct client *c, struct rd said) {
         uint32_t number = rd_u32(&said);
         uint64_t seen = rd_u64(&said);
         struct lane *l = lane_of(c, number);
-        if (said.bad) broke(c);
+        if (said.bad || (l && l->is_listed)) broke(c);
         else if (l) {
             l->is_listed = true;
             resume(l, seen);
@@ -303,15 +320,16 @@ static void greeted(struct client *c, struct rd said) {
             if (!l->is_listed && !is_untouched(l)) lane_free(l, true);  // closed over there while there was no connection
         }
     c->is_greeted = true;
+    tell_agent(T_GREETED, c);
     rewatch_all(c);
 }
 
 static void data_came(struct lane *l, const uint8_t *data, size_t size) {
-    l->received += size;
-    if (l->received - l->acknowledged > WINDOW + PIECE) {
+    if (l->received + size - l->acknowledged > WINDOW + PIECE) {
         broke(l->client);
         return;
     }
+    l->received += size;
     size_t taken = 0;
     if (!left(&l->inward)) {
         ssize_t n = send(l->cell.fd, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -354,8 +372,10 @@ void ferry_take(struct client *c, const uint8_t *message, size_t size) {
     struct lane *l = lane_of(c, number);
     struct span rest = rd_rest(&r);
     if (kind > M_END || (kind == M_ACK && rest.size != 8)) broke(c);
-    else if (!l) return;  // it ended a moment ago
-    else if (kind == M_DATA) data_came(l, rest.at, rest.size);
+    else if (!l) {
+        // It ended a moment ago, or its descriptor was one too many for this process, or it was another ferry's: who speaks over it is told.
+        if (kind == M_DATA) put(c, M_END, number, "", 0);
+    } else if (kind == M_DATA) data_came(l, rest.at, rest.size);
     else if (kind == M_ACK) {
         r = rd_of(rest.at, rest.size);
         acknowledged(l, rd_u64(&r));
@@ -450,10 +470,7 @@ static bool lane_given(uint32_t client, struct rd said, int fd) {
     struct client *c = ferry_client(client);
     if (!c || !rd_done(&said) || lane_of(c, number)) return false;
     struct lane *l = fd < 0 || !io_nonblocking(fd) ? NULL : calloc(1, sizeof *l);
-    if (!l) {  // out of descriptors or memory: whoever waits for it is told
-        put(c, M_END, number, "", 0);
-        return false;
-    }
+    if (!l) return false;  // out of descriptors or memory: whoever speaks over it is told
     l->client = c;
     l->number = number;
     source_init(&l->cell, fd, cell_ready);
@@ -538,8 +555,12 @@ void ferry_end(void) {
     loop_free();
 }
 
-// Nothing here needs any right of root's, nor may a core of it lie about: it has keys.
+// Nothing here needs any right of root's, nor a user's files, nor may a core of it lie about: it has keys. In a user namespace without that id it stays who it is.
 static void give_up_rights(void) {
+    if (!geteuid() && !setgroups(0, NULL) && !setresgid(NOBODY, NOBODY, NOBODY)) {
+        int unmapped = setresuid(NOBODY, NOBODY, NOBODY);
+        (void)unmapped;
+    }
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
     struct __user_cap_data_struct none[2] = {0};
     syscall(SYS_capset, &header, none);

@@ -162,8 +162,10 @@ static void test_bytes_there_and_back(void) {
     CHECK(hears(p, GREETING, 2, known, sizeof known));
     say(p, DATA, 7, "to one", 6);
     say(p, DATA, 71, "to other", 8);
-    say(p, DATA, 9, "to nobody", 9);
     CHECK(takes(one, "to one") && takes(other, "to other"));
+    say(p, DATA, 9, "to nobody", 9);
+    CHECK(hears(p, END, 9, NONE, 0));  // or whoever waits there would do so for ever
+    say(p, END, 9, NONE, 0);
     CHECK(send(one, "from one", 8, 0) == 8);
     CHECK(hears(p, DATA, 7, "from one", 8));
     CHECK(send(other, "last", 4, 0) == 4 && !close(other));
@@ -256,17 +258,20 @@ static void test_what_is_said_over_a_lane_comes_behind_the_agent_s_word_of_it(vo
 
 static void test_lanes_of_answers_that_were_lost_are_let_go(void) {
     struct peer *p = connected(4);
-    int used = lane(4, 1), lost = lane(4, 2), known = lane(4, 3);
+    int used = lane(4, 1), known = lane(4, 3), pair[2];
+    CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair));
+    tell('L', 4, "\2\0\0\0", 4, pair[1]);  // the agent keeps its copy, to give it out once more
     say(p, GREETING, 0, NONE, 0);
     say(p, DATA, 1, "x", 1);
     tell('K', 4, "\3\0\0\0", 4, -1);
     CHECK(takes(used, "x") && has_ended(used));  // it was spoken over, and is over
-    char byte;
+    char byte = 0;
+    CHECK(send(pair[0], "y", 1, MSG_NOSIGNAL) == 1);
     turns(2);
-    CHECK(send(lost, "y", 1, MSG_NOSIGNAL) < 0 || recv(lost, &byte, 1, MSG_DONTWAIT) <= 0);  // here nobody else has a copy; nothing was shut
+    CHECK(recv(pair[1], &byte, 1, MSG_DONTWAIT) == 1 && byte == 'y');  // nothing was shut, and nobody else reads
     say(p, DATA, 3, "z", 1);
     CHECK(takes(known, "z"));
-    close(used), close(lost), close(known);
+    close(used), close(pair[0]), close(pair[1]), close(known);
     tell('F', 4, NONE, 0, -1);
     leave(p);
 }
@@ -313,6 +318,58 @@ static void test_a_client_that_floods_is_dropped_and_its_lane_stays(void) {
     close(cell);
     leave(p);
     tell('F', 6, NONE, 0, -1);
+}
+
+static void test_what_the_sandbox_had_not_taken_when_the_connection_broke_is_sent_again(void) {
+    static uint8_t data[PIECE], got[4 * WINDOW];
+    struct peer *p = connected(11);
+    int cell = lane(11, 1);  // which reads nothing for now
+    say(p, GREETING, 0, NONE, 0);
+    for (uint8_t i = 0; i < 4; i++) {  // a window
+        memset(data, i, sizeof data);
+        say(p, DATA, 1, data, sizeof data);
+    }
+    leave(p);
+    p = connected(11);
+    uint8_t seen[12] = {1}, answer[MESSAGE_MAX], kind;
+    say(p, GREETING, 1, seen, sizeof seen);
+    uint32_t number;
+    bool closed;
+    CHECK(hear(p, &kind, &number, answer, &closed) == 12 && kind == GREETING);
+    struct rd r = rd_of(answer + 4, 8);
+    uint64_t received = rd_u64(&r);
+    CHECK(received < WINDOW);
+    // From there on, a whole window: as a client of ours does that was told so.
+    uint64_t at = received, taken = 0;
+    for (; at - received < WINDOW; at += sizeof data / 2) {
+        for (size_t i = 0; i < sizeof data / 2; i++) data[i] = (uint8_t)((at + i) / PIECE);
+        say(p, DATA, 1, data, sizeof data / 2);
+    }
+    for (ssize_t n; turns(2), (n = recv(cell, got + taken, sizeof got - taken, MSG_DONTWAIT)) > 0;) taken += (uint64_t)n;
+    CHECK(taken == at && !is_closed(p));
+    bool is_right = true;
+    for (uint64_t i = 0; i < taken; i++) is_right &= got[i] == (uint8_t)(i / PIECE);
+    CHECK(is_right);
+    uint8_t twice[24] = {1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+    struct peer *other = connected(11);
+    say(other, GREETING, 2, twice, sizeof twice);  // a lane named twice would be sent again twice
+    CHECK(is_closed(other));
+    close(cell);
+    tell('F', 11, NONE, 0, -1);
+    leave(p), leave(other);
+}
+
+static void test_the_agent_is_told_whether_there_is_anybody_to_carry_for(void) {
+    uint8_t told[8];
+    while (recv(agent, told, sizeof told, MSG_DONTWAIT) > 0) continue;
+    struct peer *p = connected(12);
+    CHECK(recv(agent, told, sizeof told, MSG_DONTWAIT) < 0);
+    say(p, GREETING, 0, NONE, 0);
+    CHECK(recv(agent, told, sizeof told, MSG_DONTWAIT) == 5 && !memcmp(told, "G\14\0\0\0", 5));
+    leave(p);
+    CHECK(recv(agent, told, sizeof told, MSG_DONTWAIT) == 5 && !memcmp(told, "B\14\0\0\0", 5));
+    tell('F', 12, NONE, 0, -1);
+    CHECK(recv(agent, told, sizeof told, MSG_DONTWAIT) < 0);
 }
 
 static void test_acknowledgements_follow_what_the_sandbox_took(void) {
@@ -381,6 +438,7 @@ static void test_what_the_agent_says_wrong_does_no_harm(void) {
     say(p, GREETING, 0, NONE, 0);
     CHECK(hears(p, GREETING, 0, NONE, 0));
     tell('L', 9, "\1\0\0\0", 4, -1);  // its descriptor was one too many
+    say(p, DATA, 1, "x", 1);
     CHECK(hears(p, END, 1, NONE, 0));
     close(pair[0]), close(pair[1]);
     leave(p);
@@ -398,6 +456,8 @@ int main(void) {
     test_lanes_of_answers_that_were_lost_are_let_go();
     test_a_sandbox_that_floods_is_held_up();
     test_a_client_that_floods_is_dropped_and_its_lane_stays();
+    test_what_the_sandbox_had_not_taken_when_the_connection_broke_is_sent_again();
+    test_the_agent_is_told_whether_there_is_anybody_to_carry_for();
     test_acknowledgements_follow_what_the_sandbox_took();
     test_nonsense_ends_the_connection();
     test_what_the_agent_says_wrong_does_no_harm();

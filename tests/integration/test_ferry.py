@@ -7,6 +7,7 @@ import signal
 import socket
 
 import pytest
+from tests.hostview import stopped
 from tests.relay import Relay
 
 import untax
@@ -20,6 +21,7 @@ from untax.cluster.agent import Agent, Plan, Post
 from untax.cluster.node import NodeEngine
 from untax.cluster.terms import Ticket
 from untax.cluster.trust import Trust
+from untax.remote import ferried as module
 from untax.remote import sealed
 
 LEASE_S = 3.0
@@ -49,8 +51,14 @@ async def there(tmp_path):
 async def ferried(node):
     """Return once the node's channels have a connection of their own."""
     async with asyncio.timeout(20):
-        while not (node._place._ferried is not None and node._place._ferried._is_open):
+        while not (node._place._ferried is not None and node._place._ferried._is_open and is_told(node)):
             await asyncio.sleep(0.005)
+
+
+def is_told(node):
+    """Whether the agent knows that this client has one."""
+    ferry = ferry_of(node)
+    return ferry._numbers.get(node._connection.server.owner) in ferry._greeted
 
 
 def break_it(node):
@@ -139,12 +147,12 @@ async def test_a_connection_that_breaks_again_and_again_loses_and_repeats_nothin
 
 async def test_both_connections_broken_at_once_are_taken_up_again(there):
     async with there.lease() as box:
-        running = asyncio.ensure_future(box.shell("read line < go; echo $line"))
         assert (await box.run(["mkfifo", "go"])).exit_code == 0
+        running = asyncio.ensure_future(box.shell("read line < go; echo $line"))
         for _ in range(3):
+            await ferried(there)
             there._connection._stream._transport.abort()
             break_it(there)
-            await asyncio.sleep(0.05)
         assert (await box.shell("echo whole > go")).exit_code == 0
         assert (await running).stdout == b"whole\n"
     assert box.ledger.verdict == "trusted"
@@ -203,6 +211,66 @@ async def test_a_client_without_that_connection_has_its_channels_over_the_held_o
         assert (await box.run(["echo", "on"])).stdout == b"on\n"
 
 
+async def test_who_has_lost_that_connection_and_gets_no_other_leases_over_the_held_one(there, monkeypatch):
+    """What was carried by it is over once the lease's time has passed; what is leased afterwards is not."""
+    dial = module.dial
+
+    async def refused(*_):
+        raise ConnectionRefusedError("no")
+
+    async with there.lease() as box:
+        assert lanes(there) == (1, 0)
+        monkeypatch.setattr("untax.remote.ferried.dial", refused)
+        break_it(there)
+        async with asyncio.timeout(10):
+            while is_told(there):
+                await asyncio.sleep(0.005)
+        async with there.lease() as other:
+            assert lanes(there) == (1, 1)
+            assert (await other.run(["echo", "on"])).stdout == b"on\n"
+        with pytest.raises(untax.SandboxLost):
+            await box.run(["true"], timeout_s=60)
+    assert box.ledger.verdict == "infra"
+    monkeypatch.setattr("untax.remote.ferried.dial", dial)
+    await ferried(there)
+    async with there.lease() as box:
+        assert lanes(there) == (1, 0)
+
+
+async def test_a_sandbox_that_stops_reading_while_the_connection_breaks_gets_every_byte_once(there):
+    """What the ferry had taken and the sandbox had not is sent again from there."""
+    async with there.lease() as box:
+        (held,) = next(iter(there.agent._hosting.owners.owners)).leases.values()
+        data = [os.urandom(1 << 20) for _ in range(6)]
+        with stopped(held._sandbox.agent_pid):
+            writing = asyncio.gather(*(box.write(f"big{number}", one) for number, one in enumerate(data)))
+            await asyncio.sleep(0.3)
+            break_it(there)
+            await ferried(there)
+            await asyncio.sleep(0.3)
+        await writing
+        assert [await box.read(f"big{number}") for number in range(6)] == data
+    assert box.ledger.verdict == "trusted"
+
+
+async def test_an_owner_that_expires_leaves_nothing_in_the_ferry(there):
+    """Its connections are gone and nobody comes back: what the ferry kept for it goes with the owner."""
+    process = ferry_of(there)._process
+    before = descriptors(process.pid)
+    other = NodeEngine(there.member, there.ticket, is_here=False, clock=now_ns)
+    other.agent = there.agent
+    await other.start()
+    await ferried(other)
+    box = await other.acquire()
+    owner = other._connection.server.owner
+    there.agent._hosting.owners.owners.end(next(one for one in there.agent._hosting.owners.owners if one.id == owner), "for the test")
+    await holds(process, before)
+    assert owner not in ferry_of(there)._numbers
+    with pytest.raises(untax.SandboxLost):
+        await box.run(["true"], timeout_s=30)
+    await other.aclose()
+
+
 async def test_a_box_with_a_network_is_carried_by_the_agent_which_serves_it(there):
     async with there.lease(untax.EnvSpec(network="all")) as box:
         assert lanes(there) == (0, 1)
@@ -227,6 +295,7 @@ async def test_a_client_that_is_gone_leaves_nothing_in_the_ferry(there):
     process = ferry_of(there)._process
     before = descriptors(process.pid)
     other = NodeEngine(there.member, there.ticket, is_here=False, clock=now_ns)
+    other.agent = there.agent
     await other.start()
     await ferried(other)
     boxes = [await other.acquire() for _ in range(3)]
@@ -241,6 +310,7 @@ async def test_the_ferry_ends_with_its_agent_and_has_no_rights_of_root(there):
         status = dict(line.split(":\t", 1) for line in file.read().splitlines() if ":\t" in line)
     assert int(status["CapEff"], 16) == int(status["CapPrm"], 16) == 0
     assert status["NoNewPrivs"] == "1"
+    assert os.geteuid() or status["Uid"].split() == ["65534"] * 4
     await there.agent.aclose()
     assert process.returncode == 0
 

@@ -115,11 +115,14 @@ class WebDialler:
 
     def _take_ferry(self, stream: WebStream, body: Body) -> None:
         """Have a connection beside the held one, where the server offers it and this process can seal."""
-        if self._ferried is None and body.get("ferry") is True:
+        offers = body.get("ferry") is True
+        if self._ferried is None and offers:
             kind = _ferried()
             self._ferried = None if kind is None else kind(self._address)
-        if self._ferried is not None:
-            stream.ferried = self._ferried
+        if self._ferried is None:
+            return
+        stream.ferried = self._ferried
+        if offers:
             self._ferried.begin(str(body.get("owner")), str(body.get("secret")), float(body.get("lease_s") or 0.0))
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Mapping
 from struct import Struct, iter_unpack
 
-from untax.core.errors import ProtocolError, UntaxError
-from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, Lane, read_ack
+from untax.core.errors import BackendError, ProtocolError, UntaxError
+from untax.remote.lanes import ACK, DATA, END, HEAD, MESSAGE, WINDOW, Lane, read_ack
 from untax.remote.sealed import Sealed, dial
 from untax.remote.web import WebAddress
 
@@ -39,6 +39,7 @@ class Ferried:
         self._is_open = False  # the other end has greeted
         self._is_held = False  # there is a held connection beside it
         self._greeted_with: frozenset[int] = frozenset()
+        self._owner = ""
         self._changed = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -47,6 +48,9 @@ class Ferried:
         self._stop()
         self._drop()
         self._is_held = True
+        if owner != self._owner:  # whose lanes are numbered anew
+            self._owner, self._last = owner, 0
+            self._early.clear()
         self._keeping = self._loop.create_task(self._keep(owner, secret, lease_s))
 
     def rest(self) -> None:
@@ -104,6 +108,8 @@ class Ferried:
             while self._sealed is not None and not self._is_open:
                 await self._changed.wait()
                 self._changed.clear()
+        if not self._is_open:
+            raise BackendError("", "it hung up before it greeted")
 
     async def _until_broken(self) -> None:
         while self._sealed is not None:
@@ -136,7 +142,7 @@ class Ferried:
     def _put(self, message: bytes) -> None:
         if self._sealed is not None:
             self._sealed.send(message)
-            if self._sealed.unsent > _UNSENT_MAX:
+            if self._sealed.unsent > max(_UNSENT_MAX, 2 * WINDOW * len(self.lanes)):  # twice what lanes may have on their way
                 self._loop.call_soon(self._lost, "it does not read what is sent to it")
 
     def _received(self, message: bytes) -> None:
@@ -167,6 +173,8 @@ class Ferried:
             raise ProtocolError("a greeting that is none")
         seen: Mapping[int, int] = dict(iter_unpack(_GREETED.format, body))
         self._is_open = True
+        for number in (self._greeted_with & seen.keys()) - self.lanes.keys():
+            self._put(HEAD.pack(END, number))  # closed since the greeting was sent
         for number, lane in list(self.lanes.items()):
             if number in seen or number not in self._greeted_with:
                 lane.resume(self._put, seen.get(number, 0))

@@ -54,10 +54,7 @@ async def dial(address: WebAddress, owner: str, secret: str, timeout_s: float) -
         finally:
             transport.abort()
     try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000)  # a way that has fallen silent is found out about
+        tls.keep_awake(sock)
     except OSError:
         sock.close()
         raise

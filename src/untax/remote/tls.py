@@ -424,6 +424,18 @@ class TlsTransport(asyncio.Transport, asyncio.BufferedProtocol):
         return self._inner
 
 
+_SILENT_S = 10
+_AWAKE = (("TCP_NODELAY", 1), ("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", _SILENT_S * 1000))
+
+
+def keep_awake(sock: socket.socket) -> None:
+    """Small records leave at once, and a way that has fallen silent is found out about within some `_SILENT_S`, by who waits for an answer too. `OSError` for a connection that is gone."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _AWAKE:
+        if hasattr(socket, option):  # not every system has each
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
 def _without_delay(raw: asyncio.Transport) -> None:
     """Those of asyncio and uvloop see to it themselves; another loop's transport might hold a small record back for its peer's acknowledgement."""
     sock = raw.get_extra_info("socket")

@@ -16,6 +16,7 @@ import subprocess
 from collections.abc import Iterable
 from struct import Struct
 
+from untax.remote.tls import keep_awake
 from untax.server.owners import Owner
 from untax.substrates._host import cell_path, wait_exit
 
@@ -38,6 +39,8 @@ class Ferry:
         self._control: socket.socket | None = None
         self._numbers: dict[str, int] = {}
         """Its clients, by the ids of owners."""
+        self._greeted: set[int] = set()
+        """Those of them whose connection is there."""
         self._next = 1
         self._is_closed = False
 
@@ -48,7 +51,7 @@ class Ferry:
         if number is None:
             number = self._next
             self._next += 1
-        _without_delay(sock)
+        keep_awake(sock)
         if not self._tell(b"C", number, keys, sock.fileno()):
             raise BlockingIOError("the ferry does not answer")
         if owner.id not in self._numbers:
@@ -56,9 +59,9 @@ class Ferry:
             owner.at_end.append(lambda: self._forget(owner))
 
     def carry(self, owner: Owner, lane: int, fd: int) -> bool:
-        """Carry a channel, whose descriptor stays the caller's; False for who has no connection to it, or had."""
+        """Carry a channel, whose descriptor stays the caller's; False for who has no connection to it now."""
         number = self._numbers.get(owner.id)
-        return number is not None and self._tell(b"L", number, _NUMBER.pack(lane), fd)
+        return number is not None and number in self._greeted and self._tell(b"L", number, _NUMBER.pack(lane), fd)
 
     def keep(self, owner: Owner, lanes: Iterable[int]) -> None:
         """Of what it carries for the owner its client knows these; the others were in answers that never came."""
@@ -93,7 +96,21 @@ class Ferry:
                 ours.close()
                 raise
         self._control = ours
-        asyncio.get_running_loop().add_reader(ours, self._lose, "it ended")  # it says nothing: only its end can be read
+        asyncio.get_running_loop().add_reader(ours, self._heard)
+
+    def _heard(self) -> None:
+        assert self._control is not None
+        try:
+            message = self._control.recv(_HEAD.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if not message:
+            self._lose("it ended")
+            return
+        op, number = _HEAD.unpack(message)
+        (self._greeted.add if op == b"G" else self._greeted.discard)(number)
 
     def _tell(self, op: bytes, number: int, body: bytes = b"", fd: int | None = None) -> bool:
         if self._control is None:
@@ -101,17 +118,17 @@ class Ferry:
         rights = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
             self._control.sendmsg([_HEAD.pack(op, number), body], rights)
-        except BlockingIOError:
-            return False
-        except OSError as exc:
+        except (BrokenPipeError, ConnectionError) as exc:
             self._lose(os.strerror(exc.errno or 0))
+            return False
+        except OSError:  # full, or too many descriptors are on their way to it
             return False
         return True
 
     def _forget(self, owner: Owner) -> None:
         number = self._numbers.pop(owner.id, None)
-        if number is not None:
-            self._tell(b"F", number)
+        if number is not None and not self._tell(b"F", number):
+            self._lose("it does not read what it is told")
 
     def _lose(self, reason: str) -> None:
         """Its clients find their connections broken, ask for another one, and hear then that their lanes are over."""
@@ -125,16 +142,7 @@ class Ferry:
     def _let_go(self) -> None:
         control, self._control, self._process = self._control, None, None
         self._numbers.clear()
+        self._greeted.clear()
         if control is not None:
             asyncio.get_running_loop().remove_reader(control)
             control.close()
-
-
-def _without_delay(sock: socket.socket) -> None:
-    """Small records leave at once, and a way that has fallen silent is found out about."""
-    for level, option, value in (
-        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
-    ):
-        sock.setsockopt(level, option, value)

@@ -188,6 +188,58 @@ async def test_lanes_whose_connection_does_not_come_back_within_the_lease_are_ov
     ferried.close()
 
 
+async def test_lanes_do_not_wait_for_a_server_that_hangs_up_before_it_greets(server):
+    """It is asked less and less often, and after the lease's time the lanes are over."""
+    ferried, far = await opened(server, lease_s=0.3)
+    sink = Sink()
+    ferried.lane(1).start(sink)
+    far.sealed.close()
+
+    async def hang_up():
+        while True:
+            (await server.connections.get()).sealed.close()
+
+    hanging_up = asyncio.ensure_future(hang_up())
+    await until(lambda: sink.is_over)
+    assert server.asked < 10  # 10 ms, 20, 40, …
+    hanging_up.cancel()
+    ferried.close()
+
+
+async def test_another_owner_s_lanes_are_numbered_anew(server):
+    """What was heard under an earlier owner says nothing of them."""
+    ferried, far = await opened(server)
+    ferried.lane(5).start(Sink())
+    far.say(END, 9)
+    await until(lambda: ferried._early)
+    ferried.begin("another", "secret", 10.0)
+    far = await server.accepted()
+    await far.hears(1)
+    far.greet()
+    await until(lambda: ferried._is_open)
+    far.say(END, 2)  # before the answer that tells of it
+    await until(lambda: ferried._early)
+    ended, other = Sink(), Sink()
+    ferried.lane(9).start(other)
+    ferried.lane(2).start(ended)
+    await until(lambda: ended.is_over)
+    assert not other.is_over
+    ferried.close()
+
+
+async def test_a_lane_that_is_closed_between_the_two_greetings_is_ended_over_there(server):
+    ferried, far = await opened(server)
+    lane = ferried.lane(1)
+    lane.start(Sink())
+    far.sealed.close()
+    far = await server.accepted()
+    await far.hears(1)
+    lane.close()
+    far.greet([(1, 0)])
+    assert (await far.hears(2))[1] == (END, 1, b"")
+    ferried.close()
+
+
 async def test_while_there_is_no_held_connection_nothing_is_dialled(server):
     """Whoever cannot be reached by the one cannot be reached by the other; what is there goes on."""
     ferried, far = await opened(server)
