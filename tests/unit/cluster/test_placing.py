@@ -527,8 +527,10 @@ async def test_leases_from_the_hand_wake_the_callers_own_node_alone_and_so_does_
         while not fleet.engines["b"].has_in_hand:
             await in_a_row(fleet, 1)
         await until(lambda: resting(fleet) == set())
-        monkeypatch.setattr(fleet.placing._far, "_looked_s", -math.inf)
-        fleet.placing._far._look()
+        for one in (fleet.placing._near, fleet.placing._far):
+            monkeypatch.setattr(one, "_looked_s", -math.inf)
+            one._look()  # as if it had been a while
+        await until(lambda: resting(fleet) == set("abc"))
 
         boxes = await in_a_row(fleet, 5)
         other = await fleet.lease(files={"of": b"its own"})
