@@ -107,7 +107,8 @@ async def test_a_node_that_joins_gets_its_share_and_one_that_is_killed_loses_its
     with pytest.raises(untax.SandboxLost):
         await running
     await until(lambda: joined not in {member.node_id for member in fleet.members})
-    with pytest.raises(untax.SandboxLost, match="left the fleet"):
+    # A ferry that outlives its sandboxes by a moment says that they ended, before anybody knows of the node.
+    with pytest.raises(untax.SandboxLost, match=r"left the fleet|the cell hung up"):
         await idle.run(["true"])
     assert box.ledger.verdict == idle.ledger.verdict == "infra"
     assert (await kept.run(["echo", "still"])).stdout == b"still\n"
