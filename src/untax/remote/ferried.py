@@ -63,8 +63,7 @@ class Ferried:
     def close(self) -> None:
         self._stop()
         self._drop()
-        for lane in list(self.lanes.values()):
-            lane.end(None)
+        self._end_all()
 
     def lane(self, number: int) -> Lane:
         """One that an answer tells of."""

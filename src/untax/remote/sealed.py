@@ -20,9 +20,8 @@ from untax.channel.stream import SocketStream
 from untax.core.errors import BackendError, ProtocolError
 from untax.remote import tls, websocket
 from untax.remote.lanes import HEAD, PIECE
-from untax.remote.web import WebAddress, tls_of
+from untax.remote.web import SEALED_PATH, WebAddress, tls_of
 
-PATH = "/v1/sealed"
 SEALED_MAX = HEAD.size + PIECE + 16
 """Bytes of a record behind the field that says how many they are."""
 _SIZE = Struct("<I")
@@ -93,7 +92,7 @@ class _Asking(asyncio.Protocol):
 def _question(address: WebAddress, owner: str, secret: str) -> bytes:
     host = f"[{address.host}]" if ":" in address.host else address.host
     lines = [
-        f"GET {address.path}{PATH} HTTP/1.1",
+        f"GET {address.path}{SEALED_PATH} HTTP/1.1",
         f"Host: {host}:{address.port}",
         "Upgrade: websocket",  # what HTTP servers let through
         "Connection: Upgrade",

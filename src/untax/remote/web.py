@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from untax.remote.ferried import Ferried
 
 _PATH = "/v1/channel"
+SEALED_PATH = "/v1/sealed"
+"""Where a connection beside it is asked for (`untax.remote.sealed`)."""
 _DIAL_S = 10.0
 _HEAD_MAX = 64 << 10
 _UNSENT_MAX = 64 << 20

@@ -22,7 +22,6 @@ from untax.substrates._host import cell_path, wait_exit
 
 log = logging.getLogger("untax.service")
 
-SEALED_PATH = "/v1/sealed"
 KEYS_SIZE = 64
 """Bytes: the client's key, then the server's."""
 _HEAD = Struct("<cI")

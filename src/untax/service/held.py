@@ -24,13 +24,14 @@ from untax.remote.lanes import ACK, DATA, END, FERRIED, HEAD, MESSAGE, Lane, Sen
 from untax.remote.messages import Body, decode, encode
 from untax.remote.stream import GREETING_MAX, Receiver
 from untax.remote.tls import TlsTransport
+from untax.remote.web import SEALED_PATH
 from untax.server.handed import Handed
 from untax.server.owners import Open, Owner
 from untax.server.service import Session
 from untax.service.auth import authenticate
 from untax.service.egress import Served, Splitter
 from untax.service.errors import Refused, error_body, error_headers, status_of
-from untax.service.ferry import KEYS_SIZE, SEALED_PATH, Ferry
+from untax.service.ferry import KEYS_SIZE, Ferry
 from untax.service.gate import TenantGate
 from untax.service.hosting import Hosting
 from untax.service.tenants import Tenant
