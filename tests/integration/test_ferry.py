@@ -17,8 +17,9 @@ from untax.core.span import now_ns
 pytest.importorskip("cryptography", reason="ray: the extra is not installed")
 pytest.importorskip("uvicorn", reason="server: the extra is not installed")
 
-from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.agent import Agent
 from untax.cluster.node import NodeEngine
+from untax.cluster.plan import Plan, Post
 from untax.cluster.terms import Ticket
 from untax.cluster.trust import Trust
 from untax.remote import ferried as module

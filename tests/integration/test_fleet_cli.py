@@ -19,7 +19,7 @@ from untax.cli import main
 if reason := raycluster.unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
-_OURS = ("ray::Keeper", "ray::NodeActor", "cell", "memfd:cell")
+_OURS = ("ray::Keeper", "ray::NodeActor", "untax-agent", "cell", "memfd:cell")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def _wait_nothing_left(cluster, state: Path, groups: list[str]) -> None:
 def _groups(cluster) -> list[str]:
     """The marks of the agents' control groups, which have the agent's process id in their names."""
     pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
-    return [f"untax-engine-{pid}-" for pid in pids if _comm(pid).startswith("ray::NodeActor")]
+    return [f"untax-engine-{pid}-" for pid in pids if _comm(pid) == "untax-agent"]
 
 
 def _has_group(mark: str) -> bool:

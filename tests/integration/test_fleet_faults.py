@@ -71,12 +71,17 @@ def elsewhere(fleet):
     return next(node for node in fleet._nodes.values() if not node.is_here)
 
 
-def agent(fleet, node_id, what):
-    """What the actor of a node says of itself."""
+def actor_of(fleet, node_id):
     import ray
 
-    actor = ray.get_actor(actors.node_actor_name(fleet.name, fleet._ticket.instance, node_id), actors.NAMESPACE)
-    return actor.__ray_call__.remote(what)
+    return ray.get_actor(actors.node_actor_name(fleet.name, fleet._ticket.instance, node_id), actors.NAMESPACE)
+
+
+def pid_of(fleet, node_id, whose):
+    """Of the actor that Ray knows, or of the agent beside it."""
+    if whose == "actor":
+        return actor_of(fleet, node_id).__ray_call__.remote(lambda self: os.getpid())
+    return actor_of(fleet, node_id).__ray_call__.remote(lambda self: self._agent._process.pid)
 
 
 def mounts_below(path):
@@ -84,7 +89,7 @@ def mounts_below(path):
 
 
 async def leases_of(fleet):
-    return [await agent(fleet, one.node_id, lambda self: self._agent.leases) for one in fleet.members]
+    return [await actor_of(fleet, one.node_id).leases.remote() for one in fleet.members]
 
 
 # ---- nodes ----
@@ -117,10 +122,11 @@ async def test_a_node_that_joins_gets_its_share_and_one_that_is_killed_loses_its
     assert kept.ledger.verdict == "trusted"
 
 
-async def test_an_agent_that_is_killed_is_replaced_and_its_leases_are_lost(fleet, cluster, state):
+@pytest.mark.parametrize("whose", ["actor", "agent"])
+async def test_an_agent_that_is_killed_is_replaced_and_its_leases_are_lost(fleet, cluster, state, whose):
     node = elsewhere(fleet)
     box = await box_on(fleet, node.member.node_id)
-    os.kill(await agent(fleet, node.member.node_id, lambda self: os.getpid()), signal.SIGKILL)
+    os.kill(await pid_of(fleet, node.member.node_id, whose), signal.SIGKILL)
     with pytest.raises(untax.SandboxLost):
         await box.run(["sleep", "100"])
     assert box.ledger.verdict == "infra"
@@ -172,7 +178,7 @@ async def test_a_node_that_is_drained_before_its_agent_is_there_does_not_come_in
     known = await fleet._keeper.__ray_call__.remote(lambda self: (self._nodes[joined].member, self._nodes[joined].refused))
     assert known == (None, "it was drained")
     with pytest.raises(ValueError):
-        await agent(fleet, joined, os.getpid)
+        await pid_of(fleet, joined, "actor")
     await asyncio.to_thread(cluster.kill, joined)
 
 

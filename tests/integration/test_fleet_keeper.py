@@ -28,9 +28,9 @@ def cluster(ray_nodes):
 
 
 def agents(cluster):
-    """Processes of agents on any node."""
+    """Processes of agents on any node, and of their actors."""
     pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
-    return [pid for pid in pids if _comm(pid).startswith("ray::NodeActor")]
+    return [pid for pid in pids if _comm(pid).startswith(("ray::NodeActor", "untax-agent"))]
 
 
 def _comm(pid):

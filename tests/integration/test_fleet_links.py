@@ -51,7 +51,7 @@ async def leases_there(fleet):
     import ray
 
     name = actors.node_actor_name(fleet.name, fleet._ticket.instance, elsewhere(fleet).member.node_id)
-    return await ray.get_actor(name, actors.NAMESPACE).__ray_call__.remote(lambda self: self._agent.leases)
+    return await ray.get_actor(name, actors.NAMESPACE).leases.remote()
 
 
 async def test_a_connection_that_breaks_is_taken_up_again_within_the_lease(fleet):

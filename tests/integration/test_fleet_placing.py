@@ -12,9 +12,10 @@ from untax.leases import Bindings, checked
 pytest.importorskip("cryptography", reason="cryptography: not installed; pip install 'untax[ray]'")
 pytest.importorskip("uvicorn", reason="uvicorn: not installed; pip install 'untax[ray]'")
 
-from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.agent import Agent
 from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
+from untax.cluster.plan import Plan, Post
 from untax.cluster.terms import Ticket
 from untax.cluster.trust import Trust
 from untax.core.span import now_ns

@@ -17,6 +17,7 @@ import untax
 import untax.sync
 from untax import substrates
 from untax.core.account import IN_HAND
+from untax.remote import engine as client
 
 SPEC = {"setup": ("echo built >made",)}
 
@@ -164,8 +165,9 @@ async def test_one_pool_serves_all_clients(served, spec):
 
 
 @pytest.mark.parametrize("connect", [untax.connect, untax.sync.connect])
-async def test_a_worker_that_leases_in_a_row_has_the_next_sandbox_in_hand(served, connect):
+async def test_a_worker_that_leases_in_a_row_has_the_next_sandbox_in_hand(served, connect, monkeypatch):
     """Each is a fresh one with an account of its own, asynchronous and blocking, fresh or having waited; and nothing of it stays."""
+    monkeypatch.setattr(client, "FRESH_S", 0.05)  # after half a second it would not be leases in a row
 
     def work():
         with untax.sync.connect(served.url) as engine:

@@ -96,7 +96,7 @@ def carry_out(arguments: argparse.Namespace) -> int:
 
 async def _up(arguments: argparse.Namespace) -> int:
     from untax.cluster import operate
-    from untax.cluster.agent import Plan
+    from untax.cluster.plan import Plan
     from untax.cluster.scaling import Scaling
 
     options: dict[str, Any] = {"limits": arguments.limits}

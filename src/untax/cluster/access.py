@@ -15,7 +15,7 @@ from untax.cluster.terms import checked_name, down
 from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, UsageError
 
 if TYPE_CHECKING:
-    from untax.cluster.agent import Plan
+    from untax.cluster.plan import Plan
 
 log = logging.getLogger("untax.cluster")
 

@@ -20,8 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import untax
 from untax.cluster import autoscaler, drains
-from untax.cluster.agent import Plan, Post
 from untax.cluster.known import Node
+from untax.cluster.plan import Plan, Post
 from untax.cluster.resident import AGAIN_S, END_S, LOOK_S, NAMESPACE, NodeActor, is_forerunner, keeper_name, node_actor_name, until_failed
 from untax.cluster.scaler import Scaler
 from untax.cluster.scaling import Load

@@ -12,19 +12,17 @@ import shutil
 import ssl
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import untax
 from untax.cluster import transfer
 from untax.cluster.gauge import Gauge
+from untax.cluster.plan import Plan, Post
 from untax.cluster.reaper import Reaper
-from untax.cluster.scaling import Scaling
 from untax.cluster.terms import Member
 from untax.cluster.transfer import Transfer
-from untax.cluster.trust import Identity, pinned
+from untax.cluster.trust import pinned
 from untax.core.errors import UsageError
 from untax.core.spec import Limits
 from untax.engine import Engine
@@ -32,7 +30,7 @@ from untax.leases import usual_isolation
 from untax.remote.address import checked_path
 from untax.remote.boot import boot_id
 from untax.server.descriptors import allow_descriptors
-from untax.server.service import LEASE_S, Service
+from untax.server.service import Service
 from untax.server.sole import only_server
 from untax.server.unix import UnixListener
 from untax.service.admission import Admission
@@ -43,41 +41,11 @@ from untax.service.held import take_over
 from untax.service.hosting import Hosting, Settings
 from untax.service.listen import Address, HttpListener
 from untax.service.tenants import Allowance, Tenant, Tenants, digest
-from untax.substrates._host import chosen_state_dir, ensure_private_dir
+from untax.substrates._host import ensure_private_dir
 
 log = logging.getLogger("untax.cluster")
 
 _MOST = sys.maxsize
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How the engine of every node is made. `state_dir` may have `{node}` in it, which stands for the node's id."""
-
-    name: str
-    substrate: str = "namespace"
-    state_dir: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    lease_s: float = LEASE_S
-    port: int = 0
-    """Where every agent listens for other nodes; 0: any, another one after each start."""
-    scaling: Scaling = field(default_factory=Scaling)
-
-    def state_dir_of(self, node_id: str) -> Path:
-        return chosen_state_dir(None if self.state_dir is None else self.state_dir.replace("{node}", node_id[:12]))
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """Which node it is, and by what its clients know it."""
-
-    node_id: str
-    name: str
-    address: str
-    token: str = field(repr=False)
-    authority: str = field(repr=False)
-    """The certificate by which the other agents are known."""
-    identity: Identity
 
 
 class Agent:
@@ -113,6 +81,11 @@ class Agent:
             self._transfer.meet([transfer.Peer.at(one.node_id, one.layers) for one in members if one.layers])
 
     @property
+    def now(self) -> Member | None:
+        """The member that it is, drained or not."""
+        return self.member.drained() if self.member is not None and self.is_draining else self.member
+
+    @property
     def leases(self) -> int:
         return 0 if self._hosting is None else self._hosting.leases
 
@@ -129,6 +102,14 @@ class Agent:
         """Return once nobody holds a lease."""
         if self._hosting is not None:
             await self._hosting.wait_idle()
+
+    def rest(self, idle_s: float) -> float:
+        """No new leases, if nobody has needed the node for so long: 0 then, and else for how much longer that has to be so."""
+        left_s = idle_s - self.gauge.idle_s if not self.leases else idle_s
+        if left_s > 0:
+            return left_s
+        self.drain()
+        return 0.0
 
     # ---- inside ----
 

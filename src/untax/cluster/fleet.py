@@ -188,7 +188,7 @@ class Fleet(Leasing):
 
     def _find(self, there: str) -> None:
         """Blocks."""
-        from untax.cluster.agent import Plan
+        from untax.cluster.plan import Plan
 
         if self._is_handle:
             self._keeper = access.find_keeper(self.name)

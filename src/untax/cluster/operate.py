@@ -15,7 +15,8 @@ from typing import Any
 
 from untax.cluster import access, terms
 from untax.cluster.access import asked, take_down
-from untax.cluster.agent import Plan, peers_of
+from untax.cluster.agent import peers_of
+from untax.cluster.plan import Plan
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.cluster.trust import pinned
 from untax.core.errors import UsageError

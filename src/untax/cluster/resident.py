@@ -1,20 +1,21 @@
-"""The actor that holds a node's agent. It ends by itself when whoever keeps the fleet is no more."""
+"""The actor by which Ray knows a node's agent, which has a process of its own. It ends by itself when whoever keeps the fleet is no more, and when the agent is."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import time
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import RayError
 
 import untax
 from untax.cluster import autoscaler
-from untax.cluster.agent import Agent, Plan, Post
+from untax.cluster.apart import Apart
+from untax.cluster.plan import Plan, Post
 from untax.cluster.scaling import Load
 from untax.cluster.terms import Roll
 from untax.core.errors import UntaxError
@@ -50,7 +51,7 @@ class NodeActor:
     def __init__(self, fleet: str, instance: str) -> None:
         self._fleet = fleet
         self._instance = instance
-        self._agent: Agent | None = None
+        self._agent: Apart | None = None
         self._starting = asyncio.Lock()
         self._ending: asyncio.Task[None] | None = None
         self._has_asked = False
@@ -68,29 +69,26 @@ class NodeActor:
                 return {"refused": "the agent that was there is ending"}
             if self._agent is None:
                 _take_priority()
-                agent = Agent(plan, post)
+                agent = Apart(self._lost)
                 try:
-                    await agent.start()
+                    # What its caller's options are of may be known to nobody else by name.
+                    await agent.start(cloudpickle.dumps((plan, post)))  # type: ignore[no-untyped-call]
                 except (UntaxError, OSError) as exc:
-                    return {"refused": f"{type(exc).__name__}: {exc}"}
+                    return {"refused": str(exc)}
                 self._agent = agent
-                # Ray's modules are most of what there is here, and nothing of them ever becomes garbage: it is not looked for among them.
-                gc.collect()
-                gc.freeze()
         return {"member": await self.member()}
 
     async def member(self) -> dict[str, Any] | None:
         """What there is, for who does not want one."""
-        if self._agent is None or self._agent.member is None:
-            return None
-        return (self._agent.member.drained() if self._agent.is_draining else self._agent.member).to_data()
+        found = None if self._agent is None else await self._agent.now()
+        return None if found is None else found.to_data()
 
     async def meet(self, roll: str) -> None:
         """Who is in the fleet from here on."""
         said = Roll.from_json(roll)
         self._has_asked = said.wanted > 0
         if self._agent is not None:
-            self._agent.meet(said.members)
+            await self._agent.meet(said.members)
 
     async def forever(self) -> None:
         """Returns only by failing, with the actor's death."""
@@ -99,23 +97,20 @@ class NodeActor:
     async def drain(self) -> None:
         """No new leases; returns once the last one is over."""
         if self._agent is not None:
-            self._agent.drain()
-            await self._agent.wait_idle()
+            await self._agent.drained()
 
     async def load(self, known: Load | None) -> Load:
         """What the node has to do, once that is not what is known."""
         assert self._agent is not None
-        return await self._agent.gauge.wait_news(known)
+        return await self._agent.news(known)
 
     async def rest(self, idle_s: float) -> float:
         """No new leases, if nobody has needed the node for so long: 0 then, and else for how much longer that has to be so."""
-        if self._agent is None:
-            return idle_s
-        left_s = idle_s - self._agent.gauge.idle_s if not self._agent.leases else idle_s
-        if left_s > 0:
-            return left_s
-        self._agent.drain()
-        return 0.0
+        return idle_s if self._agent is None else await self._agent.rest(idle_s)
+
+    async def leases(self) -> int:
+        """How many are held."""
+        return 0 if self._agent is None else await self._agent.leases()
 
     async def end(self) -> None:
         """Give everything back. The actor itself is its caller's to kill, or goes with whoever keeps the fleet."""
@@ -126,6 +121,11 @@ class NodeActor:
         if self._ending is None:
             self._ending = asyncio.ensure_future(_closed(self._agent))
         return self._ending
+
+    def _lost(self) -> None:
+        """The agent has died; Ray tells whoever keeps the fleet, as it would of an agent in this process."""
+        log.error("the agent's process has ended by itself")
+        _kill_self()
 
     async def _watch_keeper(self) -> None:
         """Until it is no more and nobody starts it again: then this agent is nobody's, and nothing may keep this process."""
@@ -152,7 +152,7 @@ def _take_priority() -> None:
         log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
 
 
-async def _closed(agent: Agent | None) -> None:
+async def _closed(agent: Apart | None) -> None:
     if agent is not None:
         await agent.aclose()
 

@@ -34,6 +34,7 @@ _LOOK_S = 1.0  # how often it is looked at what has no event: how busy the machi
 _BUSY_STEP = 0.1  # by how much that has to differ to be told
 _COST_STEP = 0.05  # the same of what steps cost, as a share
 _UNSENT_MAX = 256 << 10  # bytes; who reads as slowly as that is told all of it once it has caught up
+_CPUS = os.cpu_count() or 1  # which takes three system calls
 _PRESSURE = "/proc/pressure/cpu"
 
 View = dict[str, Any]
@@ -90,6 +91,8 @@ class Views:
         self._costs = _Costs()
         self._busy = 0.0
         self._restocked = -1
+        self._told_urgent: object = None  # what was urgent when it was told
+        self._is_late = False  # whether what was put off is due
         self._keys: frozenset[str] = frozenset()
 
     def watch(self, watcher: Watcher, request_id: int, *, is_resting: bool = False) -> None:
@@ -151,8 +154,28 @@ class Views:
 
     def _due(self) -> None:
         self._timer = None
-        self._look_at_pools()  # an engine that chooses among substrates may have started another
-        self._push()
+        if self._can_wait():
+            self._timer = asyncio.get_running_loop().call_later(PUSH_S, self._due)
+        else:
+            self._look_at_pools()  # an engine that chooses among substrates may have started another
+            self._push()
+
+    def _late(self) -> None:
+        """What was put off is due."""
+        self._is_late = True
+        self.changed()
+
+    def _can_wait(self) -> bool:
+        """Whether nobody would be told anything yet: all of it is put together only for who is."""
+        if self._is_late or asyncio.get_running_loop().time() >= self._pushed_s + _IDLE_S or self._urgent() != self._told_urgent:
+            return False
+        return not any(
+            told.at_s == -math.inf or told.view is None or watcher.asked != told.asked for watcher, told in self._watchers.items()
+        )
+
+    def _urgent(self) -> object:
+        """A short word for all that is told soon (`_pause_s`): another one whenever that is another."""
+        return self._service.is_draining, self._busy, [_urgent_of(pooling) for pooling in self._poolings]
 
     def _look(self) -> None:
         """At what has no event: how busy the machine is, who has caught up, and what was put off."""
@@ -165,7 +188,9 @@ class Views:
     def _push(self) -> None:
         loop = asyncio.get_running_loop()
         now_s = self._pushed_s = loop.time()
+        self._is_late = False
         whole = self._whole()
+        self._told_urgent = self._urgent()
         changes: dict[int, tuple[Body, float]] = {}  # by what was known; most know the same
         put_off_s = math.inf
         is_turn = now_s >= self._rested_s + _RESTING_S  # of those who rest; nobody need call for it, since it is looked every second
@@ -198,7 +223,7 @@ class Views:
             watcher.say({"id": told.request_id, "part": part})
         if self._later is not None:
             self._later.cancel()
-        self._later = loop.call_later(put_off_s, self.changed) if put_off_s < math.inf else None
+        self._later = loop.call_later(put_off_s, self._late) if put_off_s < math.inf else None
 
     def _whole(self) -> View:
         """Sets as sets, so that they can be compared."""
@@ -221,7 +246,7 @@ class Views:
             "most_starting": max(1, sum(state.admission.cap for state in states)),
             "waiting": sum(state.waiting for state in states),
             "leased": sum(state.leased for state in states),
-            "cpus": os.cpu_count() or 1,
+            "cpus": _CPUS,
             "busy": self._busy,
             "filled": max((round(pooling.filled, 2) for pooling in self._poolings), default=0.0),
             "free_sandboxes": _finite(max((entries for entries, _ in rooms), default=math.inf)),
@@ -237,6 +262,17 @@ class Views:
             self._restocked = restocked
             self._keys = frozenset(key.partition("~")[0] for pooling in self._poolings for key in pooling.driver.known_stages)
         return self._keys
+
+
+def _urgent_of(pooling: Pooling) -> object:
+    state = pooling.driver.state
+    sandboxes, mib = state.room
+    return pooling.driver.restocked, state.admission.cap, tuple(state.building()), _magnitude(sandboxes), _magnitude(mib)
+
+
+def _magnitude(value: float) -> int:
+    """Another one for whatever `_is_other` tells from it."""
+    return -1 if value <= 0 else math.frexp(value)[1] if math.isfinite(value) else 1 << 16
 
 
 class _Costs:

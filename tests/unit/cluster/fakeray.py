@@ -5,6 +5,7 @@ Tasks that an actor begins are its own, and are gone with it, as those of a proc
 
 import asyncio
 import contextvars
+import pickle
 from types import SimpleNamespace
 
 from ray.exceptions import ActorDiedError
@@ -130,18 +131,18 @@ def _task(loop, work, **options):
 
 
 class FakeAgent:
-    """Of the nodes of one test: a class of its own for each (`agents()`)."""
+    """Of the nodes of one test: a class of its own for each (`agents()`). Asked as `untax.cluster.apart.Apart` is."""
 
-    def __init__(self, plan, post):
-        self.plan, self.post = plan, post
+    def __init__(self, on_end):
+        self.on_end = on_end
         self.member = None
         self.is_draining = False
-        self.leases = 0
         self.gauge = Gauge()
         self.idle = asyncio.Event()
         self.idle.set()
 
-    async def start(self):
+    async def start(self, made_of):
+        self.plan, self.post = pickle.loads(made_of)
         if (awaited := self.hanging.get(self.post.node_id)) is not None:
             await awaited.wait()
         if self.post.node_id in self.there:
@@ -159,14 +160,24 @@ class FakeAgent:
             raise RuntimeError("it cannot")
         self.there.pop(self.post.node_id, None)
 
-    def meet(self, members):
+    async def now(self):
+        return self.member.drained() if self.is_draining else self.member
+
+    async def meet(self, members):
         pass
 
-    def drain(self):
+    async def drained(self):
         self.is_draining = True
-
-    async def wait_idle(self):
         await self.idle.wait()
+
+    async def news(self, known):
+        return await self.gauge.wait_news(known)
+
+    async def rest(self, idle_s):
+        if (left_s := idle_s - self.gauge.idle_s) > 0:
+            return left_s
+        self.is_draining = True
+        return 0.0
 
 
 def agents():

@@ -18,9 +18,9 @@ from tests.unit.server.test_service import serving, until
 import untax
 from untax.cluster import access, handles, operate
 from untax.cluster import fleet as module
-from untax.cluster.agent import Plan
 from untax.cluster.fleet import Fleet
 from untax.cluster.node import NodeEngine
+from untax.cluster.plan import Plan
 from untax.cluster.terms import Member, Roll, Ticket
 from untax.cluster.trust import Trust
 from untax.remote.boot import boot_id

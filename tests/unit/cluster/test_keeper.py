@@ -11,7 +11,7 @@ from tests.unit.cluster.fakeray import FakeRay, agents
 
 from untax.cluster import actors, autoscaler, drains, gauge, resident, scaler
 from untax.cluster.actors import Keeper, keeper_name
-from untax.cluster.agent import Plan
+from untax.cluster.plan import Plan
 from untax.cluster.resident import NodeActor, is_forerunner, node_actor_name
 from untax.cluster.scaling import Scaling
 from untax.cluster.terms import Roll, Ticket
@@ -29,11 +29,11 @@ async def ray(monkeypatch):
     monkeypatch.setattr(drains, "internal_kv", fake.internal_kv)
     monkeypatch.setattr(autoscaler, "ask", fake.ask)
     monkeypatch.setattr(resident, "_take_priority", lambda: None)
-    monkeypatch.setattr(resident, "Agent", agents())
+    monkeypatch.setattr(resident, "Apart", agents())
     monkeypatch.setattr(actors, "NodeAffinitySchedulingStrategy", lambda *_, **__: None)  # which takes ids as Ray makes them
     for module, name in ((actors, "LOOK_S"), (actors, "AGAIN_S"), (resident, "LOOK_S"), (resident, "AGAIN_S")):
         monkeypatch.setattr(module, name, 0.01)
-    fake.agents = resident.Agent
+    fake.agents = resident.Apart
     yield fake
     for handle in list(fake.named.values()):
         handle.die()
@@ -300,7 +300,7 @@ async def test_an_agent_that_drains_and_of_whose_drain_nobody_knows_is_replaced_
     await ticket_of(first)
     agent = ray.agents.there["b"]
     agent.idle.clear()
-    agent.drain()  # whoever kept the fleet died before it could do more
+    agent.is_draining = True  # whoever kept the fleet died before it could do more
     first.die()
 
     again = keeper(ray)

@@ -6,6 +6,8 @@ import itertools
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.server.test_service import break_connection, serving, until
 
 import untax
@@ -86,6 +88,63 @@ async def test_pushes_are_apart(tmp_path, monkeypatch):
     apart = [later - earlier for earlier, later in itertools.pairwise(pushed)]
     assert len(pushed) < 100
     assert min(apart) >= module.PUSH_S * 0.95
+
+
+async def test_all_of_it_is_put_together_only_for_who_is_told(tmp_path, monkeypatch):
+    """Who leases from elsewhere, or from its hand, is not told every 50 ms, and nothing is compared for it as often."""
+    made, whole = [], module.Views._whole
+    monkeypatch.setattr(module.Views, "_whole", lambda self: made.append(asyncio.get_running_loop().time()) or whole(self))
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, untax.connect(service.url) as other, watching(other):
+        await engine.warm(n=4)
+        await until(lambda: service.engine.pools().stages[0].idle == 4)
+        await asyncio.sleep(0.3)
+        made.clear()
+        end_s = asyncio.get_running_loop().time() + 1.0
+        while asyncio.get_running_loop().time() < end_s:
+            async with engine.lease():
+                await asyncio.sleep(0.01)
+        assert 1 <= len(made) <= 14  # a fifth of a second's pushes, and what is put off
+
+
+@pytest.mark.parametrize("what", ["draining", "busy", "building", "full"])
+async def test_what_is_told_soon_does_not_wait_for_what_is_told_later(tmp_path, monkeypatch, what):
+    monkeypatch.setattr(module, "_IDLE_S", 3600.0)
+    monkeypatch.setattr(module, "_LOOK_S", 3600.0)
+    async with (
+        serving(tmp_path, pool=PoolOptions(entries=2)) as service,
+        untax.connect(service.url) as engine,
+        untax.connect(service.url) as other,
+    ):
+        async with watching(other) as (_, view):
+            views = service.views
+            if what == "draining":
+                service.drain()
+                await until(lambda: view.is_draining)
+            elif what == "busy":
+                views._busy = 0.9
+                views.changed()
+                await until(lambda: view.busy == 0.9)
+            elif what == "building":
+                monkeypatch.setattr(type(service.engine.pooling.driver.state), "building", lambda self: {"stage": 0.0})
+                views.changed()
+                await until(lambda: "stage" in view.building)
+            else:
+                boxes = [await engine.acquire(), await engine.acquire()]
+                await until(lambda: view.free_sandboxes == 0)
+                for box in boxes:
+                    await box.release()
+                await until(lambda: view.free_sandboxes > 0)
+
+
+@given(st.floats(0, 1e9), st.floats(0, 1e9))
+def test_whatever_is_told_soon_for_being_another_amount_is_noticed_to_be(before, after):
+    if module._is_other(before, after):
+        assert module._magnitude(before) != module._magnitude(after)
+
+
+@given(st.floats(0, 1e9))
+def test_having_no_bound_is_another_amount(amount):
+    assert module._magnitude(amount) != module._magnitude(math.inf)
 
 
 async def test_who_does_not_lease_here_is_told_less_often_and_in_the_end_all(tmp_path):

@@ -1,0 +1,157 @@
+"""An agent in a process of its own, beside the actor by which Ray knows it. No Ray in here.
+
+A process of Ray's has threads of Ray's, and one of them takes the interpreter's lock a hundred times a second to look for signals: on a busy machine each lease of an agent that
+lived there waited for that several times. Here it has a process like any server's. The two belong together: neither outlives the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from struct import Struct
+from typing import Any
+
+from untax.cluster.scaling import Load
+from untax.cluster.terms import Member
+from untax.core.errors import BackendError
+
+# What is imported here may be known by a path that only this process was given, as Ray gives its workers those of their driver.
+_BEGIN = "import json, sys; said = json.loads(sys.argv[1]); sys.path[:] = said['path']; from untax.cluster.desk import main; main(said['fd'], said['parent'])"
+_SIZE = Struct("<I")
+_EXIT_S = 5.0  # for a process whose agent has ended
+
+
+class Apart:
+    """The agent's methods, carried out there. `on_end` is called when its process ends before `aclose`. Belongs to one event loop, whose thread it must not outlive."""
+
+    def __init__(self, on_end: Callable[[], object]) -> None:
+        self._on_end = on_end
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._number = 0
+        self._is_closing = False
+
+    async def start(self, made_of: bytes) -> Member:
+        """`made_of`: a pickled plan and post. `BackendError` with what the agent said where it cannot be; then nothing is left of it."""
+        ours, its = socket.socketpair()
+        with its:
+            try:
+                said = json.dumps({"fd": its.fileno(), "parent": os.getpid(), "path": sys.path})
+                # By this thread: the process ends with the thread that made it.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BEGIN, said], stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], start_new_session=True
+                )
+            except BaseException:
+                ours.close()
+                raise
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._reading = asyncio.ensure_future(self._read(reader))
+            found: Member | str = await self._ask("begin", made_of)
+            if isinstance(found, str):
+                raise BackendError("", found)
+        except BaseException:
+            await self.kill()
+            raise
+        return found
+
+    async def now(self) -> Member | None:
+        found: Member | None = await self._ask("now")
+        return found
+
+    async def meet(self, members: Sequence[Member]) -> None:
+        await self._ask("meet", tuple(members))
+
+    async def drained(self) -> None:
+        await self._ask("drained")
+
+    async def news(self, known: Load | None) -> Load:
+        found: Load = await self._ask("news", known)
+        return found
+
+    async def rest(self, idle_s: float) -> float:
+        found: float = await self._ask("rest", idle_s)
+        return found
+
+    async def leases(self) -> int:
+        found: int = await self._ask("leases")
+        return found
+
+    async def aclose(self) -> None:
+        """As the agent's; afterwards its process is no more. Safe to call twice."""
+        self._is_closing = True
+        try:
+            if self._reading is not None and not self._reading.done():
+                await self._ask("aclose")
+        finally:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Have its process end, at once if it has not by itself."""
+        self._is_closing = True
+        if self._writer is not None:
+            self._writer.close()
+        process = self._process
+        if process is None:
+            return
+        if self._writer is None:
+            process.kill()
+        try:
+            await asyncio.to_thread(process.wait, _EXIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+    # ---- inside ----
+
+    async def _ask(self, name: str, *args: Any) -> Any:
+        if self._writer is None or self._reading is None or self._reading.done():
+            raise BackendError("", "the agent's process has ended")
+        self._number += 1
+        answer = self._asked[self._number] = asyncio.get_running_loop().create_future()
+        try:
+            write(self._writer, (self._number, name, args))
+            return await answer
+        finally:
+            del self._asked[self._number]
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (said := await next_of(reader)) is not None:
+            number, value, trouble = said
+            answer = self._asked.get(number)
+            if answer is None or answer.done():
+                continue  # who asked has gone
+            if trouble is None:
+                answer.set_result(value)
+            else:
+                answer.set_exception(BackendError("", trouble))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(BackendError("", "the agent's process has ended"))
+        if not self._is_closing:
+            self._on_end()
+
+
+# ---- what they say to each other ----
+
+
+def write(writer: asyncio.StreamWriter, said: object) -> None:
+    data = pickle.dumps(said)
+    writer.write(_SIZE.pack(len(data)) + data)
+
+
+async def next_of(reader: asyncio.StreamReader) -> Any:
+    """None once the other has hung up."""
+    try:
+        (size,) = _SIZE.unpack(await reader.readexactly(_SIZE.size))
+        return pickle.loads(await reader.readexactly(size))  # noqa: S301  of our own parent or child
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
