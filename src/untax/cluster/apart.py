@@ -115,13 +115,13 @@ class Apart:
     async def _ask(self, name: str, *args: Any) -> Any:
         if self._writer is None or self._reading is None or self._reading.done():
             raise BackendError("", "the agent's process has ended")
-        self._number += 1
-        answer = self._asked[self._number] = asyncio.get_running_loop().create_future()
+        number = self._number = self._number + 1
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            write(self._writer, (self._number, name, args))
+            write(self._writer, (number, name, args))
             return await answer
         finally:
-            del self._asked[self._number]
+            del self._asked[number]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (said := await next_of(reader)) is not None:

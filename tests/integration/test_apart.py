@@ -1,0 +1,159 @@
+"""An agent in a process of its own: what is asked of it, what it says where it cannot be, and that neither process outlives the other."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+from tests.hostview import until
+from tests.serving import script
+
+import untax
+from untax import substrates
+from untax.core.span import now_ns
+
+pytest.importorskip("cryptography", reason="ray: the extra is not installed")
+pytest.importorskip("uvicorn", reason="server: the extra is not installed")
+
+from untax.cluster.apart import Apart
+from untax.cluster.node import NodeEngine
+from untax.cluster.plan import Plan, Post
+from untax.cluster.scaling import Load
+from untax.cluster.terms import Ticket
+from untax.cluster.trust import Trust
+from untax.core.errors import BackendError
+
+TRUST = Trust.new("apart")
+ADDRESS = "127.0.0.3"
+
+HOLDER = """
+import asyncio, pickle, sys
+from untax.cluster.apart import Apart
+async def main():
+    apart = Apart(lambda: None)
+    await apart.start(open(sys.argv[1], "rb").read())
+    print(apart._process.pid, flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def state(tmp_path):
+    if reason := substrates.load("namespace").unavailable_reason():
+        pytest.skip(f"namespace: {reason}")
+    return tmp_path
+
+
+def made_of(state, substrate="namespace"):
+    post = Post("there", "there", ADDRESS, TRUST.token, TRUST.authority.certificate, TRUST.identity_for(ADDRESS))
+    return pickle.dumps((Plan("apart", substrate, str(state / "{node}")), post))
+
+
+@contextlib.asynccontextmanager
+async def apart(state, on_end=lambda: None):
+    agent = Apart(on_end)
+    try:
+        yield agent, await agent.start(made_of(state))
+    finally:
+        await agent.aclose()
+
+
+def client(member):
+    ticket = Ticket("apart", TRUST.token, TRUST.authority.certificate, untax.__version__, "")
+    return NodeEngine(member, ticket, is_here=True, clock=now_ns)
+
+
+def is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def test_everything_that_is_asked_of_it_is_carried_out_there(state):
+    async with apart(state) as (agent, member), client(member) as node:
+        pid = agent._process.pid
+        assert pid != os.getpid() and Path(f"/proc/{pid}/comm").read_text() == "untax-agent\n"
+        assert await agent.now() == member and not member.is_draining
+        assert await agent.leases() == 0 and await agent.rest(3600.0) > 3500.0
+        await agent.meet([member])
+        async with node.lease() as box:
+            assert (await box.run(["echo", "there"])).stdout == b"there\n"
+            assert await agent.leases() == 1
+            drained = asyncio.ensure_future(agent.drained())
+            while not (await agent.now()).is_draining:
+                await asyncio.sleep(0.01)
+            assert not drained.done()
+        await asyncio.wait_for(drained, 10)
+        load = None
+        while load is None or not load.is_idle:
+            load = await asyncio.wait_for(agent.news(load), 10)
+            assert isinstance(load, Load)
+    assert not is_there(pid) and not Path(member.socket).exists()
+
+
+async def test_one_that_cannot_be_says_why_and_leaves_nothing(state):
+    agent = Apart(lambda: None)
+    with pytest.raises(BackendError, match="nonsense"):
+        await agent.start(made_of(state, "nonsense"))
+    assert agent._process.returncode is not None
+    with pytest.raises(BackendError, match="has ended"):
+        await agent.now()
+    await agent.aclose()
+
+
+async def test_what_goes_wrong_there_is_an_error_here_and_no_end_of_it(state):
+    async with apart(state) as (agent, _):
+        with pytest.raises(BackendError, match="TypeError"):
+            await agent.rest(None)
+        assert await agent.leases() == 0
+
+
+async def test_its_death_is_told_and_ends_what_was_asked(state):
+    ended = asyncio.Event()
+    async with apart(state, ended.set) as (agent, member), client(member) as node:
+        box = await node.acquire()
+        asked = asyncio.ensure_future(agent.drained())
+        await asyncio.sleep(0)
+        os.kill(agent._process.pid, signal.SIGKILL)
+        await asyncio.wait_for(ended.wait(), 10)
+        with pytest.raises(BackendError, match="has ended"):
+            await asked
+        with pytest.raises(untax.SandboxLost):
+            await box.run(["true"])
+        await box.release()
+    await _until_swept(state)
+
+
+async def test_an_end_that_was_asked_for_is_not_told(state):
+    ended = asyncio.Event()
+    async with apart(state, ended.set):
+        pass
+    assert not ended.is_set()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_it_goes_with_whoever_started_it(state, how):
+    """Also one that is stopped and would not notice."""
+    (state / "made_of").write_bytes(made_of(state))
+    process, line = await script(HOLDER, str(state / "made_of"))
+    try:
+        pid = int(line)
+        assert is_there(pid)
+        if how == signal.SIGSTOP:
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        process.kill()
+        await process.wait()
+        process._transport.close()
+    await until(lambda: not is_there(pid))
+    await _until_swept(state)
+
+
+async def _until_swept(state):
+    """By the process that outlives both."""
+    await until(lambda: not list(state.glob("*/fleet-*")) and str(state) not in Path("/proc/self/mountinfo").read_text())
