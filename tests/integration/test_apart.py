@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import pickle
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.hostview import until
@@ -18,6 +20,8 @@ from untax.core.span import now_ns
 pytest.importorskip("cryptography", reason="ray: the extra is not installed")
 pytest.importorskip("uvicorn", reason="server: the extra is not installed")
 
+from untax.cluster import apart as module
+from untax.cluster import desk
 from untax.cluster.apart import Apart
 from untax.cluster.node import NodeEngine
 from untax.cluster.plan import Plan, Post
@@ -104,6 +108,78 @@ async def test_one_that_cannot_be_says_why_and_leaves_nothing(state):
     with pytest.raises(BackendError, match="has ended"):
         await agent.now()
     await agent.aclose()
+
+
+async def test_one_that_dies_at_once_says_so_to_who_starts_it_and_to_nobody_else(monkeypatch):
+    monkeypatch.setattr(module, "command", lambda *_: ["/bin/false"])
+    told = []
+    agent = Apart(lambda: told.append("it has ended"))
+    with pytest.raises(BackendError, match=r"has ended \(exit status 1\)"):
+        await agent.start(b"")
+    await asyncio.sleep(0.05)
+    assert not told
+
+
+async def test_a_node_that_lacks_a_module_says_what_to_install(state, monkeypatch):
+    (state / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\")")
+    monkeypatch.syspath_prepend(str(state))
+    agent = Apart(lambda: None)
+    with pytest.raises(BackendError, match=r"No module named 'uvicorn': install the fleet's release there: pip install 'untax\[ray\]=="):
+        await agent.start(made_of(state))
+
+
+async def test_what_lies_in_the_working_directory_is_not_taken_for_pythons_own(state, monkeypatch):
+    (state / "json.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(state)
+    async with apart(state) as (agent, _):
+        assert await agent.leases() == 0
+
+
+async def test_a_start_that_is_given_up_leaves_nothing(state):
+    agent = Apart(lambda: None)
+    starting = asyncio.ensure_future(agent.start(made_of(state)))
+    await until(lambda: agent._reading is not None and list(state.glob("*/fleet-*")))
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert agent._process.returncode is not None
+    await _until_swept(state)
+
+
+async def test_nothing_that_an_agent_starts_has_its_line_to_the_actor(state):
+    async with apart(state) as (agent, _):
+        pid = agent._process.pid
+        fd = json.loads(Path(f"/proc/{pid}/cmdline").read_text().split("\0")[-2])["fd"]
+        [flags] = [line.split()[1] for line in Path(f"/proc/{pid}/fdinfo/{fd}").read_text().splitlines() if line.startswith("flags")]
+        assert int(flags, 8) & os.O_CLOEXEC
+
+
+async def test_an_answer_that_cannot_be_read_ends_it(state, monkeypatch):
+    """Whoever asked would wait for ever."""
+    ended = asyncio.Event()
+    async with apart(state, ended.set) as (agent, _):
+
+        async def unread(reader):
+            await reader.readexactly(1)
+            raise ValueError("nobody can read that")
+
+        await agent.now()
+        monkeypatch.setattr(module, "next_of", unread)
+        await agent.now()  # which the one before it is still waiting for
+        with pytest.raises(BackendError, match="has ended"):
+            await agent.leases()
+        assert ended.is_set()
+        with pytest.raises(ValueError, match="nobody can read"):
+            await agent._reading
+
+
+async def test_an_answer_that_cannot_be_sent_is_an_error():
+    written = []
+    writer = SimpleNamespace(write=written.append)
+    await desk._answer(SimpleNamespace(leases=lambda: asyncio.sleep(0, result=lambda: None)), writer, 7, "leases", ())
+    [said] = written
+    number, value, trouble = pickle.loads(said[4:])
+    assert (number, value) == (7, None) and "pickle" in trouble
 
 
 async def test_what_goes_wrong_there_is_an_error_here_and_no_end_of_it(state):

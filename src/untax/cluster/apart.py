@@ -7,47 +7,47 @@ lived there waited for that several times. Here it has a process like any server
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pickle
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from struct import Struct
 from typing import Any
 
+from untax.cluster.interpreter import command
 from untax.cluster.scaling import Load
 from untax.cluster.terms import Member
 from untax.core.errors import BackendError
 
-# What is imported here may be known by a path that only this process was given, as Ray gives its workers those of their driver.
-_BEGIN = "import json, sys; said = json.loads(sys.argv[1]); sys.path[:] = said['path']; from untax.cluster.desk import main; main(said['fd'], said['parent'])"
 _SIZE = Struct("<I")
 _EXIT_S = 5.0  # for a process whose agent has ended
 
 
 class Apart:
-    """The agent's methods, carried out there. `on_end` is called when its process ends before `aclose`. Belongs to one event loop, whose thread it must not outlive."""
+    """The agent's methods, carried out there. `on_end` is called when its process ends by itself. Belongs to one event loop, whose thread it must not outlive."""
 
     def __init__(self, on_end: Callable[[], object]) -> None:
         self._on_end = on_end
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
-        self._is_closing = False
+        self._has_begun = False
 
     async def start(self, made_of: bytes) -> Member:
         """`made_of`: a pickled plan and post. `BackendError` with what the agent said where it cannot be; then nothing is left of it."""
         ours, its = socket.socketpair()
         with its:
             try:
-                said = json.dumps({"fd": its.fileno(), "parent": os.getpid(), "path": sys.path})
                 # By this thread: the process ends with the thread that made it.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BEGIN, said], stdin=subprocess.DEVNULL, pass_fds=[its.fileno()], start_new_session=True
+                    command("untax.cluster.desk", {"fd": its.fileno(), "parent": os.getpid()}),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[its.fileno()],
+                    start_new_session=True,
                 )
             except BaseException:
                 ours.close()
@@ -58,9 +58,14 @@ class Apart:
             found: Member | str = await self._ask("begin", made_of)
             if isinstance(found, str):
                 raise BackendError("", found)
-        except BaseException:
-            await self.kill()
+        except BaseException as exc:
+            await self.aclose()
+            if isinstance(exc, BackendError) and self._process.returncode:
+                raise BackendError(
+                    "", f"{exc.message} (exit status {self._process.returncode}); Ray's log of its actor may say why"
+                ) from None
             raise
+        self._has_begun = True
         return found
 
     async def now(self) -> Member | None:
@@ -86,31 +91,22 @@ class Apart:
         return found
 
     async def aclose(self) -> None:
-        """As the agent's; afterwards its process is no more. Safe to call twice."""
-        self._is_closing = True
-        try:
-            if self._reading is not None and not self._reading.done():
-                await self._ask("aclose")
-        finally:
-            await self.kill()
-
-    async def kill(self) -> None:
-        """Have its process end, at once if it has not by itself."""
-        self._is_closing = True
-        if self._writer is not None:
-            self._writer.close()
-        process = self._process
-        if process is None:
-            return
-        if self._writer is None:
-            process.kill()
-        try:
-            await asyncio.to_thread(process.wait, _EXIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+        """As the agent's; afterwards its process is no more, also when this is cancelled meanwhile. Safe to call twice."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
 
     # ---- inside ----
+
+    async def _close(self) -> None:
+        try:
+            if self._has_begun and self._reading is not None and not self._reading.done():
+                await self._ask("aclose")
+        finally:
+            if self._writer is not None:
+                self._writer.close()  # which ends it
+            if self._process is not None:
+                await _gone(self._process)
 
     async def _ask(self, name: str, *args: Any) -> Any:
         if self._writer is None or self._reading is None or self._reading.done():
@@ -124,20 +120,40 @@ class Apart:
             del self._asked[number]
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (said := await next_of(reader)) is not None:
-            number, value, trouble = said
-            answer = self._asked.get(number)
-            if answer is None or answer.done():
-                continue  # who asked has gone
-            if trouble is None:
-                answer.set_result(value)
-            else:
-                answer.set_exception(BackendError("", trouble))
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(BackendError("", "the agent's process has ended"))
-        if not self._is_closing:
-            self._on_end()
+        try:
+            while (said := await next_of(reader)) is not None:
+                number, value, trouble = said
+                answer = self._asked.get(number)
+                if answer is None or answer.done():
+                    continue  # who asked has gone
+                if trouble is None:
+                    answer.set_result(value)
+                else:
+                    answer.set_exception(BackendError("", trouble))
+        finally:
+            for answer in self._asked.values():
+                if not answer.done():
+                    answer.set_exception(BackendError("", "the agent's process has ended"))
+            if self._has_begun and self._closing is None:
+                self._on_end()
+
+
+async def _gone(process: subprocess.Popen[bytes]) -> None:
+    """Return once it has ended, which it is made to if it does not by itself."""
+    ended = asyncio.Event()
+    loop, pidfd = asyncio.get_running_loop(), os.pidfd_open(process.pid)
+    try:
+        loop.add_reader(pidfd, ended.set)
+        async with asyncio.timeout(_EXIT_S):
+            await ended.wait()
+    except TimeoutError:
+        pass
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        if not ended.is_set():
+            process.kill()
+        process.wait()  # not for long
 
 
 # ---- what they say to each other ----

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import gc
 import logging
@@ -11,14 +10,17 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from untax.cluster.agent import Agent
+import untax
 from untax.cluster.apart import next_of, write
 from untax.cluster.scaling import Load
 from untax.cluster.terms import Member
 from untax.core.errors import BackendError, UntaxError
+
+if TYPE_CHECKING:
+    from untax.cluster.agent import Agent
 
 log = logging.getLogger("untax.cluster")
 
@@ -28,13 +30,14 @@ NAME = "untax-agent"
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
-def main(fd: int, parent: int) -> None:
+def main(said: Mapping[str, int]) -> None:
+    os.set_inheritable(said["fd"], False)  # whatever comes over it is carried out by whoever started us
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != said["parent"]:
         return  # it went before that held
-    asyncio.run(_serve(socket.socket(fileno=fd)))
+    asyncio.run(_serve(socket.socket(fileno=said["fd"])))
 
 
 async def _serve(ours: socket.socket) -> None:
@@ -52,12 +55,10 @@ async def _serve(ours: socket.socket) -> None:
 
 async def _answer(desk: _Desk, writer: asyncio.StreamWriter, number: int, name: str, args: tuple[Any, ...]) -> None:
     try:
-        answer: tuple[int, Any, str | None] = (number, await getattr(desk, name)(*args), None)
+        write(writer, (number, await getattr(desk, name)(*args), None))
     except Exception as exc:
         log.exception("%s", name)
-        answer = (number, None, f"{type(exc).__name__}: {exc}")
-    with contextlib.suppress(ConnectionError):
-        write(writer, answer)
+        write(writer, (number, None, f"{type(exc).__name__}: {exc}"))
 
 
 class _Desk:
@@ -69,9 +70,14 @@ class _Desk:
 
     async def begin(self, made_of: bytes) -> Member | str:
         """The member, or why there is none."""
-        agent = Agent(*pickle.loads(made_of))  # noqa: S301  of our own parent
         try:
+            from untax.cluster.agent import Agent  # here, so that there is somebody to tell what a node lacks for it
+
+            agent = Agent(*pickle.loads(made_of))  # noqa: S301  of our own parent
             member = await agent.start()
+        except ImportError as exc:
+            self.is_closed = True
+            return f"{type(exc).__name__}: {exc}: install the fleet's release there: pip install 'untax[ray]=={untax.__version__}'"
         except (UntaxError, OSError) as exc:
             self.is_closed = True
             return f"{type(exc).__name__}: {exc}"

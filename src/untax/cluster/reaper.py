@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import subprocess
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+from untax.cluster.interpreter import command
 from untax.core.errors import UntaxError
 from untax.engine import Engine
 from untax.server.sole import only_server
@@ -31,10 +31,10 @@ class Reaper:
 
     def __init__(self, substrate: str, state_dir: Path, place: Path) -> None:
         reading, self._writing = os.pipe()
-        what = json.dumps({"substrate": substrate, "state_dir": str(state_dir), "place": str(place)})
+        said = {"substrate": substrate, "state_dir": str(state_dir), "place": str(place)}
         try:
             subprocess.run(
-                ["/bin/sh", "-c", _WAIT, sys.executable, "-m", "untax.cluster.reaper", what],
+                ["/bin/sh", "-c", _WAIT, *command("untax.cluster.reaper", said)],
                 stdin=reading,
                 start_new_session=True,
                 check=True,
@@ -66,6 +66,5 @@ async def swept(substrate: str, state_dir: Path, place: Path) -> None:
             await asyncio.sleep(again_s)
 
 
-if __name__ == "__main__":
-    said = json.loads(sys.argv[1])
+def main(said: Mapping[str, str]) -> None:
     asyncio.run(swept(said["substrate"], Path(said["state_dir"]), Path(said["place"])))

@@ -22,6 +22,8 @@ from untax.core.errors import UntaxError
 
 log = logging.getLogger("untax.cluster")
 
+_exit = os._exit  # at once, and without Ray
+
 NAMESPACE = "untax"
 """Ray's, in which the actors have their names."""
 
@@ -59,7 +61,9 @@ class NodeActor:
         self._watching = asyncio.ensure_future(self._watch_keeper())  # also of a keeper that dies before there is an agent
 
     async def version(self) -> tuple[str, float]:
-        """Of untax here, and what this node's clock reads."""
+        """Of untax here, and what this node's clock reads. An agent that does not answer is one that does not say that either."""
+        if self._agent is not None:
+            await self._agent.now()
         return untax.__version__, time.time()
 
     async def begin(self, plan: Plan, post: Post) -> dict[str, Any]:
@@ -123,9 +127,9 @@ class NodeActor:
         return self._ending
 
     def _lost(self) -> None:
-        """The agent has died; Ray tells whoever keeps the fleet, as it would of an agent in this process."""
+        """The agent has died; Ray tells whoever keeps the fleet, as it would of an agent in this process. Its head need not be there for it."""
         log.error("the agent's process has ended by itself")
-        _kill_self()
+        _exit(1)
 
     async def _watch_keeper(self) -> None:
         """Until it is no more and nobody starts it again: then this agent is nobody's, and nothing may keep this process."""
@@ -143,11 +147,9 @@ class NodeActor:
 
 
 def _take_priority() -> None:
-    """That of the node's own processes: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
+    """That of the node's own processes, for this thread and what it starts: Ray gives its workers the last turn (nice 15), and every sandbox would have it too."""
     try:
-        usual = os.getpriority(os.PRIO_PROCESS, os.getppid())
-        for thread in os.listdir("/proc/self/task"):  # each has its own
-            os.setpriority(os.PRIO_PROCESS, int(thread), usual)
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, os.getppid()))
     except OSError as exc:
         log.info("the agent keeps the low priority of Ray's workers (%s); start Ray with RAY_worker_niceness=0", exc.strerror)
 
@@ -162,7 +164,7 @@ def _kill_self() -> None:
         ray.kill(ray.get_runtime_context().current_actor)
     except Exception as exc:  # Ray's head is away, and would not hear of it
         log.debug("%s", exc)
-        os._exit(1)
+        _exit(1)
 
 
 async def until_failed(actor: Any) -> None:

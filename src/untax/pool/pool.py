@@ -459,8 +459,8 @@ class PoolDriver(Generic[R, E]):
         del self._making[order.order]
         self.counts.made += 1
         self._entries[entry.name] = entry
-        if self._state.policy.shares_stages:
-            self._stored.update(stage.key for stage in order.stages)
+        if self._state.policy.shares_stages and not self._stored.issuperset(keys := {stage.key for stage in order.stages}):
+            self._stored |= keys
             self.restocked += 1
         for warming in self._warming:
             if warming.key == key:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("untax.remote")
 
 FRESH_S = 0.5
-"""Since it answered its server, from which on one in hand has to answer again. Its death shows at once, however fresh it is; what this bounds is silence."""
+"""Since it answered its server, from which on one in hand has to answer again. Its death shows at once, however fresh it is; what this bounds is silence (decision 0019)."""
 _PROOF_S = 1.0  # for a sandbox in hand to say that it lives, before another one is asked for
 _WAITED_S = 0.01  # for what was in hand and did not answer, from which on it counts
 _LATE_S = 2.0  # after `wait_s` has passed, for the server to say so itself

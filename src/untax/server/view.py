@@ -91,7 +91,7 @@ class Views:
         self._costs = _Costs()
         self._busy = 0.0
         self._restocked = -1
-        self._told_urgent: object = None  # what was urgent when it was told
+        self._told_urgent: object = None  # as of when all of it was put together last
         self._is_late = False  # whether what was put off is due
         self._keys: frozenset[str] = frozenset()
 
@@ -155,7 +155,8 @@ class Views:
     def _due(self) -> None:
         self._timer = None
         if self._can_wait():
-            self._timer = asyncio.get_running_loop().call_later(PUSH_S, self._due)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(min(loop.time() + PUSH_S, self._pushed_s + _IDLE_S), self._due)
         else:
             self._look_at_pools()  # an engine that chooses among substrates may have started another
             self._push()
@@ -272,7 +273,7 @@ def _urgent_of(pooling: Pooling) -> object:
 
 def _magnitude(value: float) -> int:
     """Another one for whatever `_is_other` tells from it."""
-    return -1 if value <= 0 else math.frexp(value)[1] if math.isfinite(value) else 1 << 16
+    return -(1 << 16) if value <= 0 else math.frexp(value)[1] if math.isfinite(value) else 1 << 16
 
 
 class _Costs:

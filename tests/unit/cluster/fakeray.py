@@ -161,6 +161,8 @@ class FakeAgent:
         self.there.pop(self.post.node_id, None)
 
     async def now(self):
+        if (awaited := self.silent.get(self.post.node_id)) is not None:
+            await awaited.wait()
         return self.member.drained() if self.is_draining else self.member
 
     async def meet(self, members):
@@ -181,4 +183,4 @@ class FakeAgent:
 
 
 def agents():
-    return type("Agents", (FakeAgent,), {"there": {}, "made": [], "hanging": {}, "cannot_end": False})
+    return type("Agents", (FakeAgent,), {"there": {}, "made": [], "hanging": {}, "silent": {}, "cannot_end": False})

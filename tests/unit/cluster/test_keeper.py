@@ -226,6 +226,33 @@ async def test_an_agent_that_does_not_start_is_ended_and_tried_again(ray, monkey
     await rolls_until(there, lambda roll: roll.members)
 
 
+async def test_an_agent_that_does_not_answer_is_left_as_it_is(ray, monkeypatch):
+    """The same, where it has a keeper that was started again: its actor answers, and its leases are not."""
+    monkeypatch.setattr(actors, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(actors, "_BEGIN_S", 0.05)
+    ray.join("stuck")
+    first = keeper(ray)
+    members = (await ticket_of(first)).members
+    ray.agents.silent["stuck"] = asyncio.Event()
+    first.die()
+    second = keeper(ray)
+    (refusal,) = (await rolls_until(second, lambda roll: roll.refusals)).refusals
+    assert "does not answer within 0.05 s" in refusal.reason
+    assert node_actor_name(NAME, second.actor._instance, "stuck") not in ray.killed
+    ray.agents.silent.pop("stuck").set()
+    assert (await rolls_until(second, lambda roll: roll.members)).members == members
+
+
+async def test_an_actor_goes_with_its_agent(ray, monkeypatch):
+    """At once: Ray's head, which ends actors on request, may be away."""
+    ended = []
+    monkeypatch.setattr(resident, "_exit", ended.append)
+    ray.join("a")
+    await ticket_of(keeper(ray))
+    ray.agents.there["a"].on_end()
+    assert ended == [1]
+
+
 async def test_an_actor_that_does_not_answer_is_left_as_it_is(ray, monkeypatch):
     """It may be one with leases, of a machine that is too busy to answer."""
     monkeypatch.setattr(actors, "_ANSWER_S", 0.05)

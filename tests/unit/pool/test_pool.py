@@ -100,6 +100,22 @@ async def closed(driver, hands):
     assert driver.state.size == 0
 
 
+async def test_what_is_stored_has_changed_only_where_it_is_another():
+    """Who watches looks at all of it again each time."""
+    hands = FakeHands()
+    driver = PoolDriver(hands, PoolOptions(), shares_stages=True, upgrades_in_place=False, costs=Costs())
+    await driver.warm(REPO, "r", 1, memory_mib=1.0)
+    assert driver.known_stages == {stage.key for stage in REPO}
+    before = driver.restocked
+    for _ in range(5):
+        await end(driver, await lease(driver, REPO), hands)
+    await driver.warm(REPO, "r", 1, memory_mib=1.0)
+    assert len(hands.made) >= 6 and driver.restocked == before
+    await end(driver, await lease(driver, DEPS), hands)
+    assert driver.restocked > before and driver.known_stages >= {stage.key for stage in DEPS}
+    await closed(driver, hands)
+
+
 async def test_what_is_warm_is_handed_out_at_once_and_refilled():
     hands = FakeHands()
     driver = driver_of(hands)

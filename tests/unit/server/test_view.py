@@ -6,7 +6,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.unit.server.test_service import break_connection, serving, until
 
@@ -106,7 +106,7 @@ async def test_all_of_it_is_put_together_only_for_who_is_told(tmp_path, monkeypa
         assert 1 <= len(made) <= 14  # a fifth of a second's pushes, and what is put off
 
 
-@pytest.mark.parametrize("what", ["draining", "busy", "building", "full"])
+@pytest.mark.parametrize("what", ["draining", "busy", "building", "stored", "most_starting", "full"])
 async def test_what_is_told_soon_does_not_wait_for_what_is_told_later(tmp_path, monkeypatch, what):
     monkeypatch.setattr(module, "_IDLE_S", 3600.0)
     monkeypatch.setattr(module, "_LOOK_S", 3600.0)
@@ -128,6 +128,14 @@ async def test_what_is_told_soon_does_not_wait_for_what_is_told_later(tmp_path, 
                 monkeypatch.setattr(type(service.engine.pooling.driver.state), "building", lambda self: {"stage": 0.0})
                 views.changed()
                 await until(lambda: "stage" in view.building)
+            elif what == "stored":
+                service.engine.pooling.driver.stored(["stage"])
+                await until(lambda: "stage" in view.stored)
+            elif what == "most_starting":
+                most = view.most_starting
+                monkeypatch.setattr(type(service.engine.pooling.driver.state.admission), "cap", 4 * most)
+                views.changed()
+                await until(lambda: view.most_starting == 4 * most)
             else:
                 boxes = [await engine.acquire(), await engine.acquire()]
                 await until(lambda: view.free_sandboxes == 0)
@@ -137,6 +145,9 @@ async def test_what_is_told_soon_does_not_wait_for_what_is_told_later(tmp_path, 
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9))
+@example(0.0, 0.3)
+@example(0.3, 0.0)
+@example(1.0, 2.0)
 def test_whatever_is_told_soon_for_being_another_amount_is_noticed_to_be(before, after):
     if module._is_other(before, after):
         assert module._magnitude(before) != module._magnitude(after)
