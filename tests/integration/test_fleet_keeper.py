@@ -19,7 +19,7 @@ if reason := raycluster.unavailable_reason():
 from untax.cluster import access, terms
 from untax.cluster.terms import Roll, Ticket
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ async def test_users_and_limits_bind_to_what_is_warm(namespace):
     async with namespace.lease(user="root", limits=untax.Limits(memory_mib=64, pids=32)) as box:
         assert box.ledger.hit.kind == "exact"
         assert (await box.shell("id -u; echo $HOME")).text.split() == ["0", "/root"]
-        hungry = await box.run([sys.executable, "-c", "x = bytearray(200 << 20)"])
+        hungry = await box.run([os.path.realpath(sys.executable), "-c", "x = bytearray(200 << 20)"])
         assert hungry.outcome == "oom"
     async with namespace.lease() as box:
         assert (await box.shell("id -u; echo $HOME")).text.split() == ["1000", "/home/user"]
