@@ -91,7 +91,7 @@ class Views:
         self._costs = _Costs()
         self._busy = 0.0
         self._restocked = -1
-        self._told_urgent: object = None  # as of when all of it was put together last
+        self._told_urgent: tuple[object, list[float | None]] = (None, [])  # as of when all of it was put together last
         self._is_late = False  # whether what was put off is due
         self._keys: frozenset[str] = frozenset()
 
@@ -168,15 +168,26 @@ class Views:
 
     def _can_wait(self) -> bool:
         """Whether nobody would be told anything yet: all of it is put together only for who is."""
-        if self._is_late or asyncio.get_running_loop().time() >= self._pushed_s + _IDLE_S or self._urgent() != self._told_urgent:
+        if self._is_late or asyncio.get_running_loop().time() >= self._pushed_s + _IDLE_S or self._is_urgent():
             return False
         return not any(
             told.at_s == -math.inf or told.view is None or watcher.asked != told.asked for watcher, told in self._watchers.items()
         )
 
-    def _urgent(self) -> object:
-        """A short word for all that is told soon (`_pause_s`): another one whenever that is another."""
-        return self._service.is_draining, self._busy, [_urgent_of(pooling) for pooling in self._poolings]
+    def _is_urgent(self) -> bool:
+        """Whether something is another that is told soon (`_pause_s`), since all of it was put together."""
+        (facts, amounts), (told_facts, told_amounts) = self._urgent(), self._told_urgent
+        return facts != told_facts or any(map(_is_other, told_amounts, amounts))
+
+    def _urgent(self) -> tuple[object, list[float | None]]:
+        """In short what that is: what is told for being another, and what for being half or twice as much."""
+        facts: list[object] = [self._service.is_draining, self._busy]
+        amounts: list[float | None] = []
+        for pooling in self._poolings:
+            state = pooling.driver.state
+            facts += (pooling.driver.restocked, *state.building())
+            amounts += (state.admission.cap, *map(_finite, state.room))
+        return facts, amounts
 
     def _look(self) -> None:
         """At what has no event: how busy the machine is, who has caught up, and what was put off."""
@@ -263,17 +274,6 @@ class Views:
             self._restocked = restocked
             self._keys = frozenset(key.partition("~")[0] for pooling in self._poolings for key in pooling.driver.known_stages)
         return self._keys
-
-
-def _urgent_of(pooling: Pooling) -> object:
-    state = pooling.driver.state
-    sandboxes, mib = state.room
-    return pooling.driver.restocked, state.admission.cap, tuple(state.building()), _magnitude(sandboxes), _magnitude(mib)
-
-
-def _magnitude(value: float) -> int:
-    """Another one for whatever `_is_other` tells from it."""
-    return -(1 << 16) if value <= 0 else math.frexp(value)[1] if math.isfinite(value) else 1 << 16
 
 
 class _Costs:

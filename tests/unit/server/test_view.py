@@ -6,8 +6,6 @@ import itertools
 import math
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from tests.unit.server.test_service import break_connection, serving, until
 
 import untax
@@ -144,18 +142,15 @@ async def test_what_is_told_soon_does_not_wait_for_what_is_told_later(tmp_path, 
                 await until(lambda: view.free_sandboxes > 0)
 
 
-@given(st.floats(0, 1e9), st.floats(0, 1e9))
-@example(0.0, 0.3)
-@example(0.3, 0.0)
-@example(1.0, 2.0)
-def test_whatever_is_told_soon_for_being_another_amount_is_noticed_to_be(before, after):
-    if module._is_other(before, after):
-        assert module._magnitude(before) != module._magnitude(after)
-
-
-@given(st.floats(0, 1e9))
-def test_having_no_bound_is_another_amount(amount):
-    assert module._magnitude(amount) != module._magnitude(math.inf)
+async def test_what_goes_up_and_down_a_little_is_not_told_soon(tmp_path, monkeypatch):
+    """Also around a power of two."""
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine, watching(engine):
+        views, admission = service.views, type(service.engine.pooling.driver.state.admission)
+        monkeypatch.setattr(admission, "cap", 8)
+        views._push()
+        for cap, is_urgent in ((7, False), (8, False), (15, False), (16, True), (4, True), (5, False)):
+            monkeypatch.setattr(admission, "cap", cap)
+            assert views._is_urgent() is is_urgent
 
 
 async def test_who_does_not_lease_here_is_told_less_often_and_in_the_end_all(tmp_path):
