@@ -4,13 +4,15 @@ Actions go to a sandbox of another node over TLS, in turns with the same on an e
 asked for; every call that this process makes to Ray meanwhile is counted. For the throughput four clients lease, run `true` and release as fast as they can, each with two leases at once: from the fleet with a client on each node, as a
 trainer's workers are, from four `untax serve` with a client each, and from four engines in the clients' own processes. Once more from the
 fleet with all clients on its head's node, so that most leases and their actions go over TLS. All of them are there from the beginning and take turns of five seconds, so that a machine
-that becomes slower does so for each; what is compared are neighbouring turns. The first two seconds of each are not counted: what is asked for is what is sustained, and a client of a fleet that has rested first
+that becomes slower does so for each; what is compared are neighbouring turns. Before each the file systems that sandboxes were written to are done with those of the turns before: they
+would be at times that suit them, half a minute later, and take a tenth to a half of whoever has its turn then. The first two seconds of each are not counted: what is asked for is what is sustained, and a client of a fleet that has rested first
 hears from every node again and leases a few before the next come with the end of the last.
 """
 
 import argparse
 import asyncio
 import contextlib
+import fcntl
 import importlib
 import os
 import statistics
@@ -34,6 +36,8 @@ NODES, AT_ONCE = 4, 2
 ROUNDS = 8
 LEAD_S, TURN_S = 2.0, 3.0  # of a turn: until pools, hands and views are what they stay, and what is counted
 PAUSE_S = 0.3  # between turns: the kernel is not done with a sandbox when its end is told
+BTRFS_IOC_SYNC = 0x9408  # commit, and begin to clean up after subvolumes that were deleted
+QUIET_S, SETTLED_S = 0.3, 20.0  # without any cleaning, and at most
 
 CLIENT = """
 import asyncio, json, sys, time, untax
@@ -228,12 +232,54 @@ def _clients(where: list[tuple[str, str, str]], place: Path) -> Iterator[list[su
 
 def _turn(clients: list[subprocess.Popen[str]]) -> float:
     """Leases a second of all of them together."""
+    _settle()
     time.sleep(PAUSE_S)
     for client in clients:
         assert client.stdin is not None
         client.stdin.write(f"{LEAD_S} {TURN_S}\n")
         client.stdin.flush()
     return sum(float(_said(client)) for client in clients)
+
+
+def _settle() -> None:
+    """Return once no store cleans up any more: nobody is to have that of another's turn in its own."""
+    for store in _stores():
+        fd = os.open(store, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.ioctl(fd, BTRFS_IOC_SYNC)
+        finally:
+            os.close(fd)
+    end_s = time.monotonic() + SETTLED_S
+    cleaned, since_s = _cleaning_ns(), time.monotonic()
+    while since_s + QUIET_S > time.monotonic() and time.monotonic() < end_s:
+        time.sleep(QUIET_S / 3)  # it has no event
+        if (now := _cleaning_ns()) - cleaned > 200_000:  # more than waking up and finding nothing takes
+            since_s = time.monotonic()
+        cleaned = now
+
+
+def _stores() -> Iterator[str]:
+    """The loop images of all engines, each as its launcher has it mounted."""
+    seen = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if b"\0launcher\0" not in (process / "cmdline").read_bytes():
+                continue
+            for line in (process / "mountinfo").read_text().splitlines():
+                device, _, path = line.split()[2:5]
+                if " - btrfs " in line and device not in seen:
+                    seen.add(device)
+                    yield f"{process}/root{path}"
+
+
+def _cleaning_ns() -> int:
+    """What the kernel's threads have spent on it so far."""
+    spent = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "comm").read_text().startswith(("btrfs-cleaner", "btrfs-transacti")):
+                spent += int((process / "schedstat").read_text().split()[0])
+    return spent
 
 
 def _said(client: subprocess.Popen[str]) -> str:
