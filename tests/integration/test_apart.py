@@ -100,6 +100,14 @@ async def test_everything_that_is_asked_of_it_is_carried_out_there(state):
     assert not is_there(pid) and not Path(member.socket).exists()
 
 
+async def test_it_has_its_turns_on_a_processor_among_those_of_its_node_and_is_not_meant_by_ctrl_c(state):
+    """Kernels that group processes by their session give each group the same share: on its own it would be ahead of all those who lease of it (decision 0021)."""
+    async with apart(state) as (agent, _):
+        pid = agent._process.pid
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid != os.getpgid(0)
+
+
 async def test_one_that_cannot_be_says_why_and_leaves_nothing(state):
     agent = Apart(lambda: None)
     with pytest.raises(BackendError, match="nonsense"):

@@ -48,7 +48,8 @@ class Apart:
                     command("untax.cluster.desk", {"fd": its.fileno(), "parent": os.getpid()}),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[its.fileno()],
-                    start_new_session=True,
+                    # Not meant by Ctrl-C, and in the session of its node all the same: a kernel that shares processors out by session would let it go before all who lease of it.
+                    process_group=0,
                 )
             except BaseException:
                 ours.close()
