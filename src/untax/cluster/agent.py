@@ -126,7 +126,7 @@ class Agent:
         stack.push_async_callback(engine.aclose)
         service = Service(engine, lease_s=plan.lease_s)
         stack.push_async_callback(service.aclose)
-        service.views.watch(self.gauge, 0)
+        service.views.watch(self.gauge, 0, is_resting=True)  # nodes are started in minutes
         unix = UnixListener(service, place / "s")
         unix.start()
         stack.callback(unix.close)

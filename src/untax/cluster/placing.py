@@ -87,8 +87,8 @@ class Placing:
         self._foreseeing: asyncio.TimerHandle | None = None
         self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
         self._line = Line(self.ranked, self._room, self._is_better)
-        # Its own node a client looks at with every lease, also one from the hand: the next may not come from there, and goes elsewhere where nothing is idle. At the
-        # others it looks with leases that are placed; one among those from the hand may go by what is known.
+        # A client that leases from its hand looks at nobody. One lease among those that has to be placed wakes its own node, where the next is likely to be: of the
+        # others it may go by what is known.
         self._near, self._far = (Attention(self._tell_pace, is_needed=lambda: self._asked > 0) for _ in range(2))
         self._handed_s = -math.inf  # when a lease came from the hand
 
@@ -220,7 +220,6 @@ class Placing:
             return None
         box = await engine.take_in_hand(request, engine.clock())
         if box is not None:
-            self._near.wake()
             self._handed_s = asyncio.get_running_loop().time()
             box.was_placed(Placed(str(self.views.here), _IN_HAND))
         return box
@@ -246,6 +245,8 @@ class Placing:
         while full < _MOST_FULL:
             if tried or asyncio.get_running_loop().time() > self._handed_s + REST_S:
                 self.wake()
+            else:
+                self._near.wake()
             best = self.views.foreseen(spec) if not tried else None
             if best is None:
                 ranked = await self.ranked(spec, _in_time(request, began_s).wait_s, most=len(tried) + 2)

@@ -93,6 +93,7 @@ class Views:
         self._restocked = -1
         self._told_urgent: tuple[object, list[float | None]] = (None, [])  # as of when all of it was put together last
         self._is_late = False  # whether what was put off is due
+        self._was_draining = False  # when all of it was put together last
         self._keys: frozenset[str] = frozenset()
 
     def watch(self, watcher: Watcher, request_id: int, *, is_resting: bool = False) -> None:
@@ -101,6 +102,9 @@ class Views:
         if told is not None and told.request_id == request_id:
             if told.is_resting and not is_resting:
                 told.at_s = -math.inf
+                if self._timer is not None:  # it may be one for those who rest
+                    self._timer.cancel()
+                    self._timer = None
                 self.changed()
             told.is_resting = is_resting
             return
@@ -156,7 +160,8 @@ class Views:
         self._timer = None
         if self._can_wait():
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_at(min(loop.time() + PUSH_S, self._pushed_s + _IDLE_S), self._due)
+            due_s = loop.time() + _IDLE_S if self._all_rest else min(loop.time() + PUSH_S, self._pushed_s + _IDLE_S)
+            self._timer = loop.call_at(due_s, self._due)
         else:
             self._look_at_pools()  # an engine that chooses among substrates may have started another
             self._push()
@@ -168,11 +173,19 @@ class Views:
 
     def _can_wait(self) -> bool:
         """Whether nobody would be told anything yet: all of it is put together only for who is."""
-        if self._is_late or asyncio.get_running_loop().time() >= self._pushed_s + _IDLE_S or self._is_urgent():
+        now_s = asyncio.get_running_loop().time()
+        if self._all_rest:
+            if now_s >= self._rested_s + _RESTING_S or self._service.is_draining != self._was_draining:
+                return False
+        elif self._is_late or now_s >= self._pushed_s + _IDLE_S or self._is_urgent():
             return False
         return not any(
             told.at_s == -math.inf or told.view is None or watcher.asked != told.asked for watcher, told in self._watchers.items()
         )
+
+    @property
+    def _all_rest(self) -> bool:
+        return all(told.is_resting for told in self._watchers.values())
 
     def _is_urgent(self) -> bool:
         """Whether something is another that is told soon (`_pause_s`), since all of it was put together."""
@@ -203,6 +216,7 @@ class Views:
         self._is_late = False
         whole = self._whole()
         self._told_urgent = self._urgent()
+        self._was_draining = self._service.is_draining
         changes: dict[int, tuple[Body, float]] = {}  # by what was known; most know the same
         put_off_s = math.inf
         is_turn = now_s >= self._rested_s + _RESTING_S  # of those who rest; nobody need call for it, since it is looked every second

@@ -290,6 +290,26 @@ async def test_who_rests_hears_of_everything_in_the_end(tmp_path, monkeypatch):
     assert apart and min(apart) >= 0.3 * 0.95
 
 
+async def test_nothing_is_put_together_while_all_rest(tmp_path, monkeypatch, hours):
+    """Until one of them rests no more, which it is told then at once."""
+    made, whole = [], module.Views._whole
+    monkeypatch.setattr(module.Views, "_whole", lambda self: made.append(1) or whole(self))
+    monkeypatch.setattr(module, "_IDLE_S", 0.02)
+    resting = Onlooker()
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        service.views.watch(resting, 1, is_resting=True)
+        service.views._rested_s = asyncio.get_running_loop().time()
+        made.clear()
+        for n in (1, 4, 8):
+            await engine.warm(n=n)
+            await asyncio.sleep(0.1)
+        assert not made
+        monkeypatch.setattr(module, "_IDLE_S", 3600.0)
+        await asyncio.sleep(0.05)  # what is due next is due in an hour
+        service.views.watch(resting, 1)
+        await until(lambda: 8 in resting.told[-1].get("idle", {}).values())
+
+
 async def test_who_rests_is_told_at_once_that_there_are_no_more_leases(tmp_path, hours):
     resting = Onlooker()
     async with serving(tmp_path) as service:
