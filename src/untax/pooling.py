@@ -87,8 +87,10 @@ class Pooling:
 
     def _ask(self, request: Request, stages: tuple[Stage, ...]) -> Asked:
         driver, spec = self.driver, request.spec
-        self._begin(spec, stages, is_certain=True)
-        asked = Asked(driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s), stages)
+        if not request.is_ahead:
+            self._begin(spec, stages, is_certain=True)
+        ticket = driver.ask(stages, request, memory_mib=spec.limits.memory_mib, wait_s=request.wait_s, is_ahead=request.is_ahead)
+        asked = Asked(ticket, stages)
         if request.on_asked is not None:
             request.on_asked()
         if self._engine.on_short is not None and min(driver.state.room) < 0:
@@ -124,7 +126,8 @@ class Pooling:
                 began_ns = self._account(ledger, watch, grant)
                 if order.missing:
                     await self._upgrade(grant, request, ledger, watch)
-                await box.take_over(standby, watch, is_proven=order.kind != "exact")
+                is_proven = order.kind != "exact" or (request.is_ahead and standby.has_answered_lately)
+                await box.take_over(standby, watch, is_proven=is_proven)
             except _DEAD as exc:
                 standby.on_lost = None
                 if box.is_over:

@@ -6,6 +6,7 @@ that one which was made before anybody asked serves them all.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -52,6 +53,8 @@ NO_IMAGE = ImageConfig()
 _BATCH_FILES, _BATCH_BYTES = 64, 256 << 10
 FRESH_S = 0.05
 """For which an answer proves that a sandbox lives."""
+LATELY_S = 0.5
+"""The same of one that nobody has asked for yet: whoever does counts from that answer on (`untax.remote.engine.FRESH_S`)."""
 
 
 def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = NO_IMAGE) -> dict[str, str]:
@@ -80,6 +83,7 @@ class Standby:
         "_begun",
         "_begun_s",
         "_plain",
+        "answered_s",
         "bound",
         "built",
         "channel",
@@ -111,6 +115,8 @@ class Standby:
         self._plain: Configuration | None = None  # what it is told for a spec without variables and network
         self._begun: tuple[Configuration, Begun[None]] | None = None  # what it was told ahead of `bind`
         self._begun_s = -math.inf
+        self.answered_s = -math.inf
+        """When it was last seen to live, by the event loop's clock."""
         self.on_lost: Callable[[Standby, SandboxLost], None] | None = None
         self.spans: list[tuple[str, int, int]] = []
         self.stages: tuple[Stage, ...] = ()
@@ -238,6 +244,7 @@ class Standby:
             raise
         except OSError as exc:
             raise CreateError(sandbox.id, f"it could not be configured: {exc}") from exc
+        self._answered()
         if not is_new:
             return
         self.configuration = wanted
@@ -268,6 +275,14 @@ class Standby:
         the way to it, are looked at for the first time. Nothing is written, and whether it is there at all does not matter.
         """
         await self.open_channel().call(actions.run(["true"], timeout_s=READY_TIMEOUT_S))
+        self._answered()
+
+    def _answered(self) -> None:
+        self.answered_s = asyncio.get_running_loop().time()
+
+    @property
+    def has_answered_lately(self) -> bool:
+        return asyncio.get_running_loop().time() < self.answered_s + LATELY_S
 
     # ---- what no layer holds ----
 

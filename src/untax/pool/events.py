@@ -37,6 +37,8 @@ class Asked:
     """A point on the clock, `math.inf` for none. One that has passed already gets what is idle and exact, or a refusal."""
     memory_mib: float = 0.0
     """What a sandbox for it counts in the pool's budget."""
+    is_ahead: bool = False
+    """Nobody is about to use it: what takes its place can be made at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,15 +101,17 @@ class PoolDriver(Generic[R, E]):
         """The sandbox that is closest. `PoolTimeout`, `PoolClosed`, or whatever its creation failed with."""
         return await self.granted(self.ask(stages, request, memory_mib=memory_mib, wait_s=wait_s))
 
-    def ask(self, stages: tuple[Stage, ...], request: R, *, memory_mib: float = 0.0, wait_s: float | None = None) -> str:
-        """The first half of `acquire`: gives the ticket, which is to be taken to `granted`."""
+    def ask(
+        self, stages: tuple[Stage, ...], request: R, *, memory_mib: float = 0.0, wait_s: float | None = None, is_ahead: bool = False
+    ) -> str:
+        """The first half of `acquire`: gives the ticket, which is to be taken to `granted`. `is_ahead`: of a lease that nobody has asked for yet."""
         self._tickets += 1
         ticket = str(self._tickets)
         now_s = self._clock()
         self._asked[ticket] = request
         if self._demands is not None:
             self._came(stages, request, memory_mib, now_s)
-        self._tell(ev.Asked(now_s, ticket, stages, math.inf if wait_s is None else now_s + wait_s, memory_mib))
+        self._tell(ev.Asked(now_s, ticket, stages, math.inf if wait_s is None else now_s + wait_s, memory_mib, is_ahead))
         return ticket
 
     async def granted(self, ticket: str) -> Grant[E]:

@@ -205,7 +205,8 @@ class Pool:
         spec.leased += 1
         self._orders.append(ev.HandOut(ticket.id, entry.id, (), "exact", 0.0, "", _AT_ONCE, entry.stage))
         self._stock.lend(entry, ticket.id, stages, more_mib=0.0, is_upgraded=False)
-        self._calm_at_s = self._now_s + self.policy.calm_s
+        if not event.is_ahead:
+            self._calm_at_s = self._now_s + self.policy.calm_s
         return True
 
     def _asked(self, event: ev.Asked) -> None:

@@ -354,7 +354,8 @@ class RemoteEngine(Leasing):
             hand.failed()
             reply.discard()
         else:
-            age_s = (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9  # the way here may have taken its time
+            # Since its answer to the server; the way here may have taken its time too.
+            age_s = float(reply.body.get("age_s", 0.0)) + (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9
             hand.keep(request, next_id, reply, drops, age_s=max(0.0, age_s))
 
     async def _give_back(self, lease_id: str, *, is_unused: bool = False) -> None:

@@ -44,6 +44,7 @@ class Hand:
         self._for: tuple[EnvSpec, float] | None = None
         self._in_a_row = 0
         self._ended_s = -math.inf
+        self._between: deque[float] = deque(maxlen=_MOST)  # when leases ended whose workers have not come for the next one yet
         self._given: deque[Given] = deque()
         self._coming = self._drops = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -62,6 +63,8 @@ class Hand:
             self._in_a_row += 1
         else:
             self._in_a_row = 0
+        if self._between:
+            self._between.popleft()
         self._drop_old()
         return self._given.popleft() if self._given and not request.files else None
 
@@ -71,7 +74,10 @@ class Hand:
             return False
         if not request.is_plain or request.files or request.ttl_s < _LEAST_TTL_S:
             return False
-        if len(self._given) + self._coming >= min(held, _MOST):
+        # One that has just ended has a worker too: what came with its end is that one's, not ours.
+        while self._between and self._between[0] + _SOON_S < self._loop.time():
+            self._between.popleft()
+        if len(self._given) + self._coming >= min(held + len(self._between), _MOST):
             return False
         self._coming += 1
         return True
@@ -84,6 +90,8 @@ class Hand:
     def ended(self) -> None:
         """A lease was given up just now."""
         self._ended_s = self._loop.time()
+        if self._in_a_row >= _IN_A_ROW:
+            self._between.append(self._ended_s)
 
     def failed(self) -> None:
         """What was asked for does not come."""

@@ -165,9 +165,9 @@ class Operations:
 
     async def _next(self, owner: Owner, lease_id: str, last: Request) -> Outcome:
         """Another one like the last, for who is likely to ask for it; nothing where that would have to wait or be made, or be somebody else's."""
-        request = replace(last, wait_s=_NEXT_S, on_asked=None)
-        if not self._may_give(owner) or not request.is_plain or request.files:
+        if not self._may_give(owner) or not last.is_plain or last.files:
             return Outcome({})
+        request = replace(last, wait_s=_NEXT_S, on_asked=None, is_ahead=True)
         try:
             if not self._engine.has_idle(request):
                 return Outcome({})
@@ -186,6 +186,8 @@ class Operations:
             await self._give_back(owner, lease_id)
             return Outcome({})
         given.body["slot"] = slot
+        if (box := owner.leases.get(lease_id)) is not None and box.standby is not None:
+            given.body["age_s"] = asyncio.get_running_loop().time() - box.standby.answered_s
         return given
 
     def _may_give(self, owner: Owner) -> bool:

@@ -121,6 +121,14 @@ def test_a_refill_waits_until_the_first_action_is_over_unless_half_of_them_are_g
     assert Create in kinds(pool.handle(Bound(2.0, "b0")))
 
 
+def test_a_refill_for_what_is_given_ahead_waits_for_nothing():
+    """Nobody is about to act in it."""
+    pool = ready(Policy(calm_s=0.5))
+    warmed(pool, 4)
+    assert kinds(pool.handle(Asked(1.0, "a", DEPS_A, math.inf, is_ahead=True))) == [HandOut]
+    assert kinds(pool.handle(Bound(1.0, "a"))) == [Create]
+
+
 def test_a_creation_that_was_broken_off_is_no_failure():
     pool = ready()
     (order,) = ask(pool, "a")

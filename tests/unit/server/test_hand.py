@@ -8,6 +8,7 @@ from tests.unit.server.test_service import break_connection, serving, until
 
 import untax
 import untax.leases
+from untax import standby
 from untax.core.account import IN_HAND
 from untax.pool.options import PoolOptions
 from untax.remote import engine as client
@@ -16,6 +17,7 @@ from untax.remote.box import RemoteBox
 from untax.remote.marks import SLOTS
 from untax.server import ahead, operations
 from untax.server.operations import Operations
+from untax.standby import Standby
 from untax.testing import FakeSubstrate
 
 
@@ -189,6 +191,83 @@ async def test_x22_a_sandbox_that_came_a_while_ago_proves_that_it_lives(fake, tm
         assert proved == [box.id] * proofs
         assert (box.ledger.metrics()["ready_s"] >= 0.01) is bool(proofs)
         await box.release()
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Of each hand-out, whether its sandbox had to answer."""
+    found, bind = [], Standby.bind
+
+    async def noted(self, spec, *, is_proven):
+        found.append(is_proven)
+        await bind(self, spec, is_proven=is_proven)
+
+    monkeypatch.setattr(Standby, "bind", noted)
+    return found
+
+
+@pytest.mark.parametrize(("lately_s", "is_proven"), [(60.0, True), (-1.0, False)])
+async def test_x22_what_is_given_ahead_answers_unless_it_has_lately(fake, tmp_path, monkeypatch, bound, lately_s, is_proven):
+    """Whoever leases it counts from that answer on. One that is asked for answers in any case."""
+    monkeypatch.setattr(standby, "LATELY_S", lately_s)
+    monkeypatch.setattr(module, "_SOON_S", 60.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        await asyncio.sleep(0.2)  # what is in the pool answered before that
+        bound.clear()
+        async with engine.lease():
+            pass
+        assert len(engine._hand) == 1
+        assert bound[0] is is_proven
+        age_s = asyncio.get_running_loop().time() - engine._hand._given[0].at_s
+        assert (age_s >= 0.15) is is_proven
+        await until(lambda: service.engine.pools().stages[-1].idle >= 1)
+        bound.clear()
+        assert (await engine.acquire(files={"of": b"its own"})).ledger.hit.kind == "exact"
+        assert False in bound
+
+
+async def test_x22_one_that_died_in_the_pool_is_given_ahead_to_nobody_who_leases_it(fake, tmp_path, monkeypatch):
+    """Also where its server does not know yet, and has not asked it."""
+    monkeypatch.setattr(standby, "LATELY_S", 60.0)
+    monkeypatch.setattr(client, "FRESH_S", 60.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        box = await engine.acquire()
+        for entry in service.engine.pooling.driver.parked():
+            entry.on_lost = None  # as if that had not been heard of
+            next(one for one in fake.sandboxes if one.id == entry.sandbox.id).die()
+        await box.release()
+        for _ in range(3):
+            async with engine.lease() as after:
+                assert (await after.run(["true"])).exit_code == 0
+            assert after.ledger.verdict == "trusted"
+
+
+async def test_workers_whose_leases_end_together_have_one_each_in_hand(fake, tmp_path, asked):
+    """What came with the end of one's lease is not taken for the other's, though nobody has come for it yet."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=16)
+        await in_a_row(engine)
+        await until(lambda: service.engine.pools().stages[-1].idle >= 8)
+        first, second = await engine.acquire(), await engine.acquire()
+        before = len(asked)
+        await first.release()
+        await second.release()
+        assert len(engine._hand) == 2
+        boxes = [await engine.acquire(), await engine.acquire()]
+        assert len(asked) == before and len({box.id for box in boxes}) == 2
+
+
+async def test_a_worker_that_does_not_come_again_is_counted_for_a_moment_only(fake, tmp_path, monkeypatch):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=16)
+        await in_a_row(engine)
+        first, second = await engine.acquire(), await engine.acquire()
+        await first.release()
+        monkeypatch.setattr(module, "_SOON_S", -1.0)  # as if that had been a while ago
+        await second.release()
+        assert len(engine._hand) == 1
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
