@@ -6,7 +6,8 @@ Batches are played in turn as they are and with redundant environments: N + k ar
 is printed at the end is what a trainer looks at: how many results are masked, and how long the slowest of a batch took either way.
 
 A rollout whose infrastructure failed has the verdict "infra" and no reward: it is masked, never scored, and started once more so that the batch is whole.
-`--lost` makes some fail on purpose, by leases that end too early; whatever else fails (a node, say) is treated the same way.
+One that fails again is given up, and its batch goes without it. `--lost` makes some fail on purpose at their first attempt, by leases that end too early;
+whatever else fails (a node, say) is treated the same way. What would fail again however often it is started, a repository that is none say, ends the run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from pathlib import Path
 
 import untax
 
+ATTEMPTS = 2
+IDLE_S = 30.0  # for the leases of rollouts that were not needed to be back
 LOST_S = 0.05  # a lease that is to be lost lasts so long, which no rollout here does
 # What the agent looks for, and what is there: the last one is not, so a good agent says so and a bad one has no reward.
 TASKS = (("_ClassBuilder", True), ("asdict", True), ("evolve", True), ("define", True), ("no_such_name", False))
@@ -59,6 +62,8 @@ class Batch:
     extra: int
     surplus: int = 0
     """Started and not needed."""
+    given_up: int = 0
+    """Failed at every attempt."""
 
 
 # ---- what a trainer does with results; plain functions ----
@@ -81,6 +86,7 @@ def summary(batches: Sequence[Batch]) -> dict[str, object]:
     return {
         "rollouts": len(results),
         "masked": len(masked),
+        "given_up": sum(batch.given_up for batch in batches),
         "masked_reasons": sorted({one.reason for one in masked})[:5],
         "ledgers": len({one.ledger for one in (*results, *masked) if one.ledger}),
         "scored_on_a_fault": sum(one.reward is not None for one in masked) + sum(one.verdict != "trusted" for one in results),
@@ -97,12 +103,12 @@ def tail(batches: Sequence[Batch]) -> dict[str, float] | None:
     """Of how long batches took, and of how much longer than their median rollout."""
     if not batches:
         return None
-    over = [batch.seconds / statistics.median(one.seconds for one in batch.results) for batch in batches]
+    over = [batch.seconds / statistics.median(one.seconds for one in batch.results) for batch in batches if batch.results]
     return {
         "batches": len(batches),
         "median_s": round(statistics.median(batch.seconds for batch in batches), 3),
         "slowest_s": round(max(batch.seconds for batch in batches), 3),
-        "slowest_over_median_rollout": round(statistics.median(over), 2),
+        "slowest_over_median_rollout": round(statistics.median(over), 2) if over else math.nan,
         "surplus": sum(batch.surplus for batch in batches),
     }
 
@@ -122,6 +128,8 @@ def run_rollout(fleet, spec, rollout: int, *, is_lost: bool, think: float) -> Re
         reward = float(said == str(is_there))
     except untax.CommandFailed:
         reward = 0.0  # a failing command is the agent's own doing
+    except (untax.UsageError, untax.StageFailed):
+        raise  # what was asked for can never be had: not the infrastructure's doing, and no reason to ask again
     except untax.UntaxError as exc:
         node, ledger = _where(box)
         return Result(rollout, "infra", None, time.perf_counter() - began, node, type(exc).__name__, ledger)
@@ -142,52 +150,71 @@ def _where(box) -> tuple[str, str]:
 
 
 class Trainer:
-    def __init__(self, fleet, spec, options: argparse.Namespace) -> None:
-        import ray
-
+    def __init__(self, ray, fleet, spec, options: argparse.Namespace) -> None:
         self._ray = ray
         self._fleet = ray.put(fleet)
         self._spec = spec
         self._options = options
         self._faults = random.Random(1)
         self._next = 0
-        self._task = ray.remote(num_cpus=1, max_retries=0)(run_rollout)
+        # Over all nodes: Ray would fill one half before it takes the next, and a lease is best had on its caller's own node.
+        self._task = ray.remote(num_cpus=1, max_retries=0, scheduling_strategy="SPREAD")(run_rollout)
 
-    def _start(self) -> object:
-        options, number = self._options, self._next
-        self._next += 1
-        is_lost = self._faults.random() < options.lost
+    def _start(self, number: int, *, attempt: int = 1) -> object:
+        options = self._options
+        is_lost = attempt == 1 and self._faults.random() < options.lost
         return self._task.remote(self._fleet, self._spec, number, is_lost=is_lost, think=think_s(number, options.think, options.spread))
 
     def batch(self, count: int, extra: int) -> Batch:
-        """`count` results that can be trusted, of `count + extra` environments. Rollouts that have to be masked are replaced."""
+        """`count` results that can be trusted, of `count + extra` environments; fewer where too many failed at every attempt.
+
+        Raises what no attempt could mend: the mistakes of whoever called this, with their words.
+        """
         began = time.perf_counter()
-        running = [self._start() for _ in range(count + extra)]
+        numbers = range(self._next, self._next + count + extra)
+        self._next = numbers.stop
+        running = {self._start(number): (number, 1) for number in numbers}
         kept: list[Result] = []
         masked: list[Result] = []
-        while len(kept) < count:
-            (done,), running = self._ray.wait(running, num_returns=1)
-            result = self._result(done)
-            if result.verdict == "trusted":
-                kept.append(result)
-            else:
+        given_up = 0
+        try:
+            while len(kept) < count and running:
+                (done,), _ = self._ray.wait(list(running), num_returns=1)
+                number, attempt = running.pop(done)
+                result = self._result(done, number)
+                if result.verdict == "trusted":
+                    kept.append(result)
+                    continue
                 masked.append(result)
-                if len(running) + len(kept) < count + extra:
-                    running.append(self._start())
-        took = time.perf_counter() - began
-        for one in running:  # their leases are given back by their own `with`
-            self._ray.cancel(one)
-        for one in running:
-            with contextlib.suppress(Exception):
-                self._ray.get(one)
-        return Batch(tuple(kept), tuple(masked), took, extra, len(running))
+                if attempt < ATTEMPTS:
+                    running[self._start(number, attempt=attempt + 1)] = number, attempt + 1
+                else:
+                    given_up += 1
+            took = time.perf_counter() - began
+        finally:
+            for one in running:  # their leases are given back by their own `with`
+                self._ray.cancel(one)
+            for one in running:
+                with contextlib.suppress(Exception):
+                    self._ray.get(one)
+        return Batch(tuple(kept), tuple(masked), took, extra, len(running), given_up)
 
-    def _result(self, reference: object) -> Result:
+    def _result(self, reference: object, number: int) -> Result:
         try:
             return self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as exc:
+            raise exc.cause from None  # the rollout's own program failed, and would again
         except self._ray.exceptions.RayError as exc:
             # The worker itself died, with its node or without: nothing is known of the rollout, so nothing is scored.
-            return Result(-1, "infra", None, 0.0, "", type(exc).__name__)
+            return Result(number, "infra", None, 0.0, "", type(exc).__name__)
+
+
+def leases_left(fleet) -> int:
+    """How many are held on all nodes once no rollout runs any more: none, within a moment."""
+    end = time.monotonic() + IDLE_S
+    while (left := sum(stage.leased for stage in fleet.pools().stages)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +234,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limits", default="warn", choices=("warn", "strict"))
     options = parser.parse_args(argv)
 
+    try:
+        return train(options)
+    except untax.UntaxError as exc:
+        print(f"ray_rollouts: {type(exc).__name__}: {exc}", file=sys.stderr)
+        return 2 if isinstance(exc, untax.UsageError) else 1
+
+
+def train(options: argparse.Namespace) -> int:
     import ray
 
     import untax.sync
@@ -215,8 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"state_dir": options.state_dir, "limits": options.limits} if options.state_dir else {}
     with untax.sync.Fleet(options.address, **given) as fleet:
         spec = untax.EnvSpec(repo=untax.Repo(*_repository(options)))
-        fleet.warm(spec, options.batch // 4 or 1)
-        trainer, batches = Trainer(fleet, spec, options), []
+        fleet.warm(spec, options.batch)
+        trainer, batches = Trainer(ray, fleet, spec, options), []
         trainer.batch(options.batch + options.extra, 0)  # Ray starts its workers with it; not counted
         turns = math.ceil(options.rollouts / options.batch)
         for turn in range(turns):
@@ -224,9 +259,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(
                 f"batch {turn + 1} of {turns}: {batches[-1].seconds:.2f} s, {len(batches[-1].masked)} masked", file=sys.stderr, flush=True
             )
+            if not batches[-1].results:
+                print("ray_rollouts: no rollout of a whole batch can be trusted, so there is nothing to learn from", file=sys.stderr)
+                return 1
         rewards, mask = rewards_and_mask([one for batch in batches for one in (*batch.results, *batch.masked)])
-        print(json.dumps({**summary(batches), "counted": sum(mask), "reward_sum": sum(r for r, m in zip(rewards, mask, strict=True) if m)}))
-    return 0
+        counted = {"counted": sum(mask), "reward_sum": sum(r for r, m in zip(rewards, mask, strict=True) if m)}
+        left = leases_left(fleet)
+        print(json.dumps({**summary(batches), **counted, "leases_left": left}))
+    return 1 if left else 0
 
 
 def _repository(options: argparse.Namespace) -> tuple[str, str]:

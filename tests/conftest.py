@@ -96,6 +96,15 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+# ---- what takes minutes and is run before a release, or when what it is about has changed: UNTAX_LONG=1 ----
+
+
+def pytest_collection_modifyitems(config, items):
+    if not os.environ.get("UNTAX_LONG") and (long := [one for one in items if one.get_closest_marker("long")]):
+        config.hook.pytest_deselected(items=long)
+        items[:] = [one for one in items if one not in long]
+
+
 # ---- what this machine lacks, once, at the end ----
 
 

@@ -5,6 +5,7 @@ compared: processes below this one (which is made their reaper, so that a daemon
 mounts that carry one of the marks given, loop devices whose file lies below them.
 """
 
+import contextlib
 import ctypes
 import os
 import re
@@ -171,3 +172,66 @@ def _entries(state_dir: Path | None) -> list[str]:
 def named(directory: Path, *prefixes: str) -> list[str]:
     """What lies below it under such a name. What goes meanwhile is gone."""
     return [os.path.join(place, name) for place, dirs, files in os.walk(directory) for name in (*dirs, *files) if name.startswith(prefixes)]
+
+
+# ---- of whoever has a state directory, wherever they are: also children of process 1, and in other mount namespaces ----
+
+
+def traces(state: Path, *, mark: str, groups: Iterable[str], is_other: Callable[[str, list[str]], bool]) -> dict[str, list[str]]:
+    """What on this host belongs to the state directories below `state`, by kind.
+
+    Processes are those with a path below it in their words, environment, descriptors or mounts, those in one of the control groups, and those
+    that have `mark` in their environment, unless `is_other` says of its name and its words that it is somebody else's.
+    """
+    groups = tuple(groups)
+    mounts: dict[str, list[str]] = {}
+    processes = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        if pid == os.getpid():
+            continue
+        try:
+            namespace = os.readlink(f"/proc/{pid}/ns/mnt")
+            if namespace not in mounts:
+                mounts[namespace] = [line for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines() if str(state) in line]
+        except OSError:
+            namespace = ""  # another user's, or gone by now
+        is_elsewhere = namespace != os.readlink("/proc/self/ns/mnt") and bool(mounts.get(namespace))
+        if is_elsewhere or _has_traces(pid, str(state), groups) or _is_marked(pid, mark, is_other):
+            processes.append(f"{_text(pid, 'comm').strip()} {pid}")
+    return {
+        "processes": processes,
+        "mounts": [line for lines in mounts.values() for line in lines],
+        "groups": [name for name in _cgroups() if any(group in name for group in groups)],
+        "loops": [line for line in _loops() if str(state) in line],
+        "entries": [str(path) for pattern in ("*/fleet-*", "*/*/*engine-*") for path in state.glob(pattern)],
+    }
+
+
+def _has_traces(pid: int, state: str, groups: tuple[str, ...]) -> bool:
+    if state in _text(pid, "cmdline") + _text(pid, "environ") or any(group in _text(pid, "cgroup") for group in groups):
+        return True
+    return any(target.startswith(state) for target in _links(pid))
+
+
+def _is_marked(pid: int, mark: str, is_other: Callable[[str, list[str]], bool]) -> bool:
+    if mark not in _text(pid, "environ").split("\0"):
+        return False
+    name, words = _text(pid, "comm").strip(), _text(pid, "cmdline").split("\0")
+    return bool(name) and "".join(words) != "" and not is_other(name, words)  # neither gone nor about to be
+
+
+def _text(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _links(pid: int) -> list[str]:
+    """What it has open, and where it is."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in (f"/proc/{pid}/cwd", *(f"/proc/{pid}/fd/{name}" for name in os.listdir(f"/proc/{pid}/fd"))):
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(path))
+    return found

@@ -30,6 +30,7 @@ _NOTICE = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000
 # When this process is killed its cluster goes too: end of input without the word. Some of a raylet's children do not notice its end.
 _REAP = 'all=; while read -r pid; do [ "$pid" = end ] && exit; all="$all $pid"; done; for pid in $all; do all="$all $(cat /proc/$pid/task/*/children)"; done; kill -9 $all; rm -rf "$0"'
 _ROOT = Path(__file__).parents[1]
+_MARK = "UNTAX_TEST_CLUSTER"
 _GONE_S = 20.0  # for processes of a node that was ended
 
 
@@ -85,13 +86,27 @@ class RayCluster:
         more: dict[str, Any] = {}
         if not self.nodes:
             more = {"include_dashboard": False, "include_log_monitor": False, "_system_config": _NOTICE, **self._head}
-        node = self._cluster.add_node(
-            wait=False, num_cpus=self._cpus, temp_dir=str(self.place), node_ip_address=f"127.0.0.{self._next}", **more
-        )
+        with self._marking():
+            node = self._cluster.add_node(
+                wait=False, num_cpus=self._cpus, temp_dir=str(self.place), node_ip_address=f"127.0.0.{self._next}", **more
+            )
         self._next += 1
         self.nodes.append(node)
         self._tell_reaper(node)
         return node
+
+    @property
+    def mark(self) -> str:
+        """In the environment of every process of its nodes, and of those that these start, whoever is their parent later."""
+        return f"{_MARK}={self.place}"
+
+    @contextlib.contextmanager
+    def _marking(self) -> Iterator[None]:
+        os.environ[_MARK] = str(self.place)
+        try:
+            yield
+        finally:
+            del os.environ[_MARK]
 
     def _tell_reaper(self, node: Any) -> None:
         assert self._reaper.stdin is not None
@@ -107,11 +122,21 @@ class RayCluster:
     @contextlib.contextmanager
     def confined(self, setup: str) -> Iterator[str]:
         """One more, in a user namespace of its own where this was done first: its id, for as long as it lasts."""
-        argv = [sys.executable, "-m", "tests.raycluster", self.address, str(self.place), f"127.0.0.{self._next}"]
+        with self._apart(self.address, ["unshare", "--user", "--map-root-user", "sh", "-c", f'{setup} && exec "$@"', "sh"]) as node_id:
+            yield node_id
+
+    @contextlib.contextmanager
+    def joined_by(self, address: str) -> Iterator[str]:
+        """One more, which knows the head by an address of the machine's own resolver, as others know it by the name of a service."""
+        with self._apart(address, [], GRPC_DNS_RESOLVER="native") as node_id:
+            yield node_id
+
+    @contextlib.contextmanager
+    def _apart(self, address: str, wrapped_in: list[str], **env: str) -> Iterator[str]:
+        argv = [*wrapped_in, sys.executable, "-m", "tests.raycluster", address, str(self.place), f"127.0.0.{self._next}"]
         self._next += 1
-        wrapped = ["unshare", "--user", "--map-root-user", "sh", "-c", f'{setup} && exec "$@"', "sh", *argv]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one)}
-        with subprocess.Popen(wrapped, cwd=_ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(one for one in sys.path if one), **env}
+        with subprocess.Popen(argv, cwd=_ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             try:
                 yield next(line.removeprefix("node ").strip() for line in process.stdout if line.startswith("node "))
@@ -151,6 +176,25 @@ class RayCluster:
         """It again, at the same address."""
         self.nodes[0].start_gcs_server()
         self._tell_reaper(self.nodes[0])
+
+    def kill_head_node(self) -> None:
+        """The machine that the head is on: its service, its raylet and whatever runs there. No driver of this process may be connected."""
+        self._gcs_port = int(self.address.rpartition(":")[2])
+        self._head_address = self.nodes[0].node_ip_address
+        self.kill(self.ids()[0])
+
+    def start_head_node(self) -> str:
+        """That machine again, at the same address; its new id."""
+        others, self.nodes = self.nodes, []
+        self._head["gcs_server_port"] = self._gcs_port
+        following, self._next = self._next, int(self._head_address.rpartition(".")[2])
+        try:
+            node = self._add()
+        finally:
+            self._next = following
+            self.nodes += others
+        self._cluster.wait_for_nodes()
+        return str(node.node_id)
 
     def close(self) -> None:
         """Also ends what the driver of this process still has. Everything that was started is gone afterwards."""

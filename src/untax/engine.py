@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
@@ -35,6 +35,7 @@ from untax.core.stream import ByteStream
 from untax.core.substrate import (
     Bare,
     BindingLate,
+    Enforcing,
     Importing,
     IncumbentMaking,
     Layered,
@@ -378,12 +379,20 @@ class Engine(Leasing):
 
     def check_enforced(self, sandbox: Sandbox, unenforced: tuple[Unenforced, ...]) -> None:
         """Refuse, or say once, what this host cannot hold a sandbox to."""
-        if unenforced and self._strict:
-            raise SubstrateUnavailable(sandbox.id, "; ".join(f"{u.name} cannot be enforced: {u.reason} ({u.remedy})" for u in unenforced))
+        self._check_strict(sandbox.id, unenforced)
         unsaid = [limit for limit in unenforced if limit.name not in self._said]
         self._said.update(limit.name for limit in unsaid)
         for names, reason, remedy in said_together(unsaid):
             log.warning("not enforced on this host: %s: %s; %s", names, reason, remedy)
+
+    def check_host(self) -> None:
+        """`SubstrateUnavailable` where limits are strict and it is known already that no lease could be given for them. Once started."""
+        if isinstance(self.substrate, Enforcing):
+            self._check_strict("", self.substrate.unenforced)
+
+    def _check_strict(self, sandbox_id: str, unenforced: Sequence[Unenforced]) -> None:
+        if unenforced and self._strict:
+            raise SubstrateUnavailable(sandbox_id, "; ".join(f"{u.name} cannot be enforced: {u.reason} ({u.remedy})" for u in unenforced))
 
 
 def _nothing() -> None:

@@ -49,6 +49,8 @@ class Request:
     cache: Path | None = None
     on_asked: Callable[[], object] | None = field(default=None, compare=False)
     """Called once a pool knows of it: what is told of that pool from then on has it in."""
+    may_refuse: bool = False
+    """Whoever asks has others to ask: on a full disk no lease's end is waited for."""
     is_ahead: bool = False
     """Nobody has asked for it yet, and whoever does looks for its end first: one of the pool that answered lately need not answer again (decision 0019)."""
 

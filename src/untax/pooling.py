@@ -317,15 +317,19 @@ class Pooling:
                 ground, built = await warehouse.find(request)
                 break
             except StageUnavailable as exc:
-                if exc.stage != STORE or not is_urgent or not await self._make_room():
+                if exc.stage != STORE or not is_urgent or not await self._make_room(request):
                     raise
         if built:
             self._engine.chore(self._look_for_evicted())
         return ground, built or {}
 
-    async def _make_room(self) -> bool:
-        """Whether the disk may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for."""
-        return self._engine.warehouse.let_go_unused() or await self.driver.shed() or await self.driver.wait_gone(_STORE_PATIENCE_S)
+    async def _make_room(self, request: Request) -> bool:
+        """Whether the disk may have room now: what is at hand and unused goes first, then what is idle; then a lease's end is waited for,
+        unless another engine may have room at once.
+        """
+        if self._engine.warehouse.let_go_unused() or await self.driver.shed():
+            return True
+        return not request.may_refuse and await self.driver.wait_gone(_STORE_PATIENCE_S)
 
     def close(self) -> None:
         """Refuse whoever waits, and begin nothing more."""

@@ -53,8 +53,10 @@ NO_IMAGE = ImageConfig()
 _BATCH_FILES, _BATCH_BYTES = 64, 256 << 10
 FRESH_S = 0.05
 """For which an answer proves that a sandbox lives."""
-LATELY_S = 0.5
-"""The same of one that nobody has asked for yet: whoever does counts from that answer on (`untax.remote.engine.FRESH_S`)."""
+LATELY_S = 0.4
+"""The same of one that nobody has asked for yet. Whoever does counts from that answer on, to `untax.remote.engine.FRESH_S`; what is left of that is the time
+in which a worker comes for its next lease (`untax.remote.hand`), which then need not wait for another answer.
+"""
 
 
 def environment(spec: EnvSpec, facts: Facts, image: ImageConfig = NO_IMAGE) -> dict[str, str]:
@@ -230,8 +232,14 @@ class Standby:
         channel, sandbox = self.open_channel(), self.sandbox
         begun, self._begun = self._begun, None
         is_new = wanted is not self.configuration and wanted != self.configuration
-        if is_proven and not is_new:
+        is_under_way = begun is not None and not begun[1][0].finished
+        if is_proven and not is_new and not is_under_way:  # what is under way has to come to its end: a channel is handed over at rest
             return
+        asked_s = asyncio.get_running_loop().time()
+        if begun is not None and begun[0] == wanted and (is_under_way or asked_s < self._begun_s + LATELY_S):
+            asked_s = self._begun_s
+        elif not is_under_way:
+            begun = None  # it was asked too long ago, of somebody else's accord, for its answer to prove anything now
         was_greeted = bool(channel.cell_version)
         try:
             if begun is not None and begun[0] == wanted:
@@ -244,7 +252,7 @@ class Standby:
             raise
         except OSError as exc:
             raise CreateError(sandbox.id, f"it could not be configured: {exc}") from exc
-        self._answered()
+        self.answered_s = asked_s  # or later
         if not is_new:
             return
         self.configuration = wanted
@@ -275,9 +283,6 @@ class Standby:
         the way to it, are looked at for the first time. Nothing is written, and whether it is there at all does not matter.
         """
         await self.open_channel().call(actions.run(["true"], timeout_s=READY_TIMEOUT_S))
-        self._answered()
-
-    def _answered(self) -> None:
         self.answered_s = asyncio.get_running_loop().time()
 
     @property

@@ -1,10 +1,12 @@
 """One engine for each substrate this machine has, kept for the whole run; a fresh sandbox for each check.
 
 `served` is the engine of `untax serve` in another process, `hosted` the same over HTTP, `fleet` those of two Ray nodes, `fleet-tls` the same without the socket of the
-caller's own node. The adapters of providers run against such a server as well:
+caller's own node. `fake` has files and layers but no commands. The adapters of providers run against such a server as well:
 ours as itself, E2B's through its own SDK; Daytona's and Modal's through their SDKs against facades of their APIs.
 """
 
+import functools
+import itertools
 import os
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tests.variants import VARIANTS, Variant, options_of
 import untax
 from untax import substrates
 from untax.core.substrate import Priced
+from untax.testing import LayeredFake
 
 SLOW_S = 0.1
 # Modules whose checks leave nothing behind but files in the working directory: they share a sandbox where one is slow to come by.
@@ -26,20 +29,24 @@ SHARING = {
     *("test_bad_input", "test_commands", "test_files", "test_output"),
     *("test_search_and_edit", "test_sessions", "test_streams", "test_trees"),
 }
+FAKE = Variant("fake")
 SERVED = Variant("namespace", is_served=True)
 HOSTED = Variant("namespace", is_hosted=True)
 FLEET = Variant("namespace", is_fleet=True)
 FLEET_TLS = Variant("namespace", is_fleet=True, is_afar=True)
 PROVIDERS = [Variant("hosted:daytona"), Variant("hosted:e2b"), Variant("hosted:modal"), Variant("hosted:untax")]
-# Bad input is refused before anything is sent, and the network goes through the channel as everything does.
-MOST = {path.stem for path in Path(__file__).parent.glob("test_*.py")} - {"test_bad_input", "test_network"}
+HERE = Path(__file__).parent
+EVERY = {path.stem for path in HERE.glob("test_*.py")}
+# Bad input is refused before anything is sent, the network goes through the channel as everything does, and only `namespace` has layers.
+MOST = EVERY - {"test_bad_input", "test_network", "test_snapshots"}
 FEW = {"test_commands", "test_lifecycle", "test_sessions", "test_streams"}
 # What the suite takes on the slow ones, and on those that differ from another only below the channel; UNTAX_CONFORMANCE=all has everything.
 MODULES = {
+    "fake": {"test_snapshots"},
     "served": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams"},
     "hosted": {"test_lifecycle", "test_network", "test_sessions", "test_snapshots", "test_streams", "test_trees"},
     "fleet": {"test_lifecycle", "test_snapshots", "test_stages"},
-    "fleet-tls": MOST | {"test_network"},
+    "fleet-tls": EVERY,
     "container-podman": MOST,
     "container-docker-runsc": {"test_sessions", "test_streams"},
     "gvisor": MOST,
@@ -57,36 +64,56 @@ ORDINARY = {"fleet": set(), "fleet-tls": {"test_lifecycle"}, "container-podman":
 
 @pytest.hookimpl
 def pytest_collection_modifyitems(config, items):
-    is_whole = os.environ.get("UNTAX_CONFORMANCE") == "all"
-    over = {item for item in items if _is_of_another_run(item) or (not is_whole and _is_left_out(item))}
+    own = [item for item in items if item.path.parent == HERE]  # the hook is asked about every suite of the run
+    _check_named(config, own)
+    over = {item for item in own if _is_of_another_run(item) or _is_left_out(item)}
     config.hook.pytest_deselected(items=list(over))
     items[:] = [item for item in items if item not in over]
 
 
+def _check_named(config, own):
+    """A module named for a variant has something for it, or what is named would be taken for what is run. Of files that were collected whole."""
+    whole = {item.path.stem for item in own} - {Path(arg.partition("::")[0]).stem for arg in config.args if "::" in arg}
+    there = {(str(_variant_of(item)), item.path.stem) for item in own}
+    named = {(variant, module) for chosen in (MODULES, ORDINARY) for variant, modules in chosen.items() for module in modules}
+    if unknown := {module for _, module in named} - EVERY:
+        raise pytest.UsageError(f"{__file__} names modules that are not there: {', '.join(sorted(unknown))}")
+    if empty := sorted(f"{module} on {variant}" for variant, module in named - there if module in whole):
+        raise pytest.UsageError(f"{__file__} names what no test is there for: {', '.join(empty)}")
+
+
 def _is_of_another_run(item):
     """`scripts/run-tests` has fleets in a run beside the others: UNTAX_FLEETS=only, or =not here."""
-    if not (which := os.environ.get("UNTAX_FLEETS")) or item.path.parent != Path(__file__).parent:
+    if not (which := os.environ.get("UNTAX_FLEETS")):
         return False
     variant = _variant_of(item)
-    return (isinstance(variant, Variant) and variant.is_fleet) != (which == "only")
+    return (variant is not None and variant.is_fleet) != (which == "only")
+
+
+def _is_left_out(item):
+    modules = _modules_of(variant) if (variant := _variant_of(item)) is not None else None
+    return modules is not None and item.path.stem not in modules
 
 
 def _variant_of(item):
     return item.callspec.params.get("engine") if hasattr(item, "callspec") else None
 
 
-def _is_left_out(item):
-    if item.path.parent != Path(__file__).parent:
-        return False  # the hook is asked about every suite of the run
-    variant = _variant_of(item)
-    modules = (MODULES if os.geteuid() == 0 else {**MODULES, **ORDINARY}).get(str(variant)) if isinstance(variant, Variant) else None
-    return modules is not None and item.path.stem not in modules
+def _modules_of(variant):
+    """Those that run on it; None where all do."""
+    if os.environ.get("UNTAX_CONFORMANCE") == "all" and variant != FAKE:
+        return None
+    return (MODULES if os.geteuid() == 0 else {**MODULES, **ORDINARY}).get(str(variant))
 
 
 # Not a coroutine: hooks of a conftest below the root are not asked for fixtures of the whole run.
-@pytest.fixture(scope="session", params=[*VARIANTS, SERVED, HOSTED, FLEET, FLEET_TLS, *PROVIDERS], ids=str)
+@pytest.fixture(scope="session", params=[FAKE, *VARIANTS, SERVED, HOSTED, FLEET, FLEET_TLS, *PROVIDERS], ids=str)
 def engine(request, _runner, tmp_path_factory):
+    """Its `test_another` makes a second one of the same state: an engine over the same directory, a second client of the same server or fleet."""
     name = request.param.substrate
+    if request.param == FAKE:
+        yield from _on_fakes(_runner, tmp_path_factory.mktemp("state"))
+        return
     if request.param.is_fleet:
         yield from _on_a_fleet(request, _runner, tmp_path_factory.mktemp("state"))
         return
@@ -108,18 +135,33 @@ def engine(request, _runner, tmp_path_factory):
     served = None
     if request.param.is_served:
         served = _runner.run(started(tmp_path_factory.mktemp("socket") / "s", state, substrate=name))
-        engine = untax.connect(served.url)
+        another = functools.partial(untax.connect, served.url)
     elif request.param.is_hosted:
         served = _runner.run(hosted.started(state, "--allow-image", "*", "--allow-repo", "*", "--allow-network", "*", substrate=name))
-        engine = untax.connect(served.url, token=served.token)
+        another = functools.partial(untax.connect, served.url, token=served.token)
     else:
-        engine = untax.Engine(name, state_dir=state, **options)
-    _runner.run(engine.start())
-    engine.test_substrate = name
-    yield engine
-    _runner.run(engine.aclose())
+        another = functools.partial(untax.Engine, name, state_dir=state, **options)
+    yield from _running(_runner, another(), name, another)
     if served is not None:
         _runner.run(ended(served))
+
+
+def _running(_runner, engine, name, another=None):
+    _runner.run(engine.start())
+    engine.test_substrate = name
+    engine.test_another = another
+    yield engine
+    _runner.run(engine.aclose())
+
+
+def _on_fakes(_runner, state_dir):
+    """Each has a place of its own, as they count their sandboxes from nought."""
+    counted = itertools.count()
+
+    def another():
+        return untax.Engine(LayeredFake(state_dir / f"fake-{next(counted)}"), state_dir=state_dir / "state")
+
+    yield from _running(_runner, another(), "fake", another)
 
 
 @pytest.fixture(scope="session")
@@ -141,12 +183,10 @@ def _on_a_fleet(request, _runner, state_dir):
     if reason := raycluster.unavailable_reason():
         pytest.skip(reason)
     cluster = request.getfixturevalue("ray_nodes")
-    engine = (_afar() if request.param.is_afar else untax.Fleet)(cluster.address, name="conformance", state_dir=state_dir / "{node}")
-    _runner.run(engine.start())
-    assert any(node.is_here for node in engine._nodes.values()) is not request.param.is_afar
-    engine.test_substrate = "namespace"
-    yield engine
-    _runner.run(engine.aclose())
+    another = functools.partial(_afar() if request.param.is_afar else untax.Fleet, cluster.address, name="conformance")
+    for engine in _running(_runner, another(state_dir=state_dir / "{node}"), "namespace", another):
+        assert any(node.is_here for node in engine._nodes.values()) is not request.param.is_afar
+        yield engine
 
 
 def _on_a_cluster(_runner, state_dir):
@@ -154,10 +194,7 @@ def _on_a_cluster(_runner, state_dir):
     with kubehost.cluster() as cluster:
         substrate = substrates.load("kubernetes", state_dir=str(state_dir), kubeconfig=cluster.kubeconfig)
         engine = untax.Engine(kubehost.Ahead(substrate))
-        _runner.run(engine.start())
-        engine.test_substrate = "kubernetes"
-        yield engine
-        _runner.run(engine.aclose())
+        yield from _running(_runner, engine, "kubernetes")
 
 
 def _at_a_facade(_runner, state_dir, name):
@@ -170,10 +207,7 @@ def _at_a_facade(_runner, state_dir, name):
         for variable, value in facades.environment(provider).items():
             environment.setenv(variable, value)
         engine = untax.Engine(name, state_dir=state_dir / "own", **facades.options(provider))
-        _runner.run(engine.start())
-        engine.test_substrate = name
-        yield engine
-        _runner.run(engine.aclose())
+        yield from _running(_runner, engine, name)
     _runner.run(facade.__aexit__(None, None, None))
 
 
@@ -194,10 +228,7 @@ def _at_a_provider(_runner, state_dir, name):
     else:
         options = {"url": served.url, "token": served.token}
     engine = untax.Engine(name, state_dir=state_dir / "own", **options)
-    _runner.run(engine.start())
-    engine.test_substrate = name
-    yield engine
-    _runner.run(engine.aclose())
+    yield from _running(_runner, engine, name)
     _runner.run(ended(served))
 
 

@@ -85,13 +85,18 @@ async def test_3_mib_of_variables_are_refused(box):
         await box.run(["true"], env={f"V{n}": "x" * 100_000 for n in range(31)})
 
 
-async def test_a_gigabyte_in_one_argument_is_refused_without_being_sent(box):
+@pytest.fixture(params=[b"x", "x"], ids=["bytes", "text"])
+def gigabyte(request):
+    """Asked for before the box: to fill so many pages may take longer than a server waits for a client that says nothing."""
+    return request.param * (1 << 30)
+
+
+async def test_a_gigabyte_in_one_argument_is_refused_without_being_sent(gigabyte, box):
     """At once, also as text: it is not encoded first."""
-    for argument in (b"x" * (1 << 30), "x" * (1 << 30)):
-        began = time.monotonic()
-        with pytest.raises(untax.UsageError):
-            await box.run(["true", argument])
-        assert time.monotonic() - began < 0.2
+    began = time.monotonic()
+    with pytest.raises(untax.UsageError):
+        await box.run(["true", gigabyte])
+    assert time.monotonic() - began < 0.2
 
 
 async def test_ten_thousand_variables_are_a_defined_result(box):

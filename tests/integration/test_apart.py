@@ -26,7 +26,7 @@ from untax.cluster.apart import Apart
 from untax.cluster.node import NodeEngine
 from untax.cluster.plan import Plan, Post
 from untax.cluster.scaling import Load
-from untax.cluster.terms import Ticket
+from untax.cluster.terms import Roll, Ticket
 from untax.cluster.trust import Trust
 from untax.core.errors import BackendError
 
@@ -84,7 +84,7 @@ async def test_everything_that_is_asked_of_it_is_carried_out_there(state):
         assert pid != os.getpid() and Path(f"/proc/{pid}/comm").read_text() == "untax-agent\n"
         assert await agent.now() == member and not member.is_draining
         assert await agent.leases() == 0 and await agent.rest(3600.0) > 3500.0
-        await agent.meet([member])
+        await agent.meet(Roll(1, (member,), ()))
         async with node.lease() as box:
             assert (await box.run(["echo", "there"])).stdout == b"there\n"
             assert await agent.leases() == 1

@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests import raycluster
+from tests.leftovers import traces
 
 import untax
 from untax.cli import main
@@ -19,7 +20,8 @@ from untax.cli import main
 if reason := raycluster.unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
-_OURS = ("ray::Keeper", "ray::NodeActor", "untax-agent", "cell", "memfd:cell")
+_OF_A_FLEET = {"ray::Keeper", "ray::NodeActor", "untax-agent", "memfd:cell", "cell-maker", "sh"}
+"""Its keeper; of a node the actor, the agent, the launcher, who makes sandboxes ahead, and who cleans up after the agent: a child of process 1."""
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +42,33 @@ def told(cluster, capsys):
         tell("down")
 
 
-def _left(cluster, state: Path) -> list[str]:
-    """Processes of a fleet's on any node, mounts below its state, and control groups of its agents."""
-    pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
-    found = [f"{pid} {_comm(pid)}" for pid in pids if _comm(pid).startswith(_OURS)]
-    found += [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(state) in line]
-    return found + [str(path) for path in state.glob("*/fleet-*")]
+def _is_rays(name: str, words: list[str]) -> bool:
+    """Whether a process of a node's is Ray's own. Workers that wait for a task are, actors of ours are not."""
+    if name.startswith("ray::"):
+        return not name.startswith(("ray::Keeper", "ray::NodeActor"))
+    return any(word.startswith("/") and "/site-packages/ray/" in word for word in words)
+
+
+def _left(cluster, state: Path, groups: list[str]) -> dict[str, list[str]]:
+    """What there is of the fleet on any node, by kind; nothing of a kind that there is nothing of."""
+    found = traces(state, mark=cluster.mark, groups=groups, is_other=_is_rays)
+    return {kind: names for kind, names in found.items() if names}
+
+
+def _seen(cluster, state: Path, processes: set[str]) -> list[str]:
+    """Everything that is looked for afterwards is found now, or nothing would be left whatever happened: the marks of the agents' control groups."""
+    groups = _groups(cluster)
+    found = _left(cluster, state, groups)
+    assert processes <= {one.rpartition(" ")[0] for one in found["processes"]}, found["processes"]
+    kinds = {"processes", "mounts", "entries"}
+    if os.geteuid() == 0:
+        kinds |= {"groups"}
+        # The memory controller's group need not be at the top of its tree, and others' are.
+        assert any("/memory/" in one or not os.path.exists("/sys/fs/cgroup/memory") for one in found["groups"]), found["groups"]
+    if list(state.glob("*/disks/*.btrfs")):
+        kinds |= {"loops"}
+    assert kinds <= set(found), found
+    return groups
 
 
 def _comm(pid: int) -> str:
@@ -57,7 +80,7 @@ def _comm(pid: int) -> str:
 
 def _wait_nothing_left(cluster, state: Path, groups: list[str]) -> None:
     end = time.monotonic() + 30
-    while left := _left(cluster, state) + [one for one in groups if _has_group(one)]:
+    while left := _left(cluster, state, groups):
         assert time.monotonic() < end, left
         time.sleep(0.05)
 
@@ -66,17 +89,6 @@ def _groups(cluster) -> list[str]:
     """The marks of the agents' control groups, which have the agent's process id in their names."""
     pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
     return [f"untax-engine-{pid}-" for pid in pids if _comm(pid) == "untax-agent"]
-
-
-def _has_group(mark: str) -> bool:
-    return any(mark in name for base in ("/sys/fs/cgroup", *Path("/sys/fs/cgroup").glob("*")) for name in _listed(base))
-
-
-def _listed(path) -> list[str]:
-    try:
-        return os.listdir(path)
-    except OSError:
-        return []
 
 
 def _join(cluster, work: str, **popen) -> subprocess.Popen:
@@ -101,9 +113,12 @@ def _watching(cluster):
 
 _HOLD = "box = await fleet.acquire(); print(box._engine.member.name, flush=True); sys.stdin.readline(); await box.release(); print(box.ledger.verdict)"
 
-_ACT = """box = await fleet.acquire(); print("held", flush=True); sys.stdin.readline()
-    try: await box.run(["true"])
-    except untax.SandboxLost as exc: print(type(exc).__name__, box.ledger.verdict)"""
+_ACT = """boxes = [await node.acquire() for node in fleet._nodes.values()]
+    for box in boxes: await box.run(["true"])
+    print("held", flush=True); sys.stdin.readline()
+    for box in boxes:
+        try: await box.run(["true"])
+        except untax.SandboxLost as exc: print(type(exc).__name__, box.ledger.verdict)"""
 
 
 def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, tmp_path):
@@ -128,7 +143,9 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
         assert (
             "no node is named 'nobody'" in told("drain", "nobody", code=2)["message"] and name in told("drain", "nobody", code=2)["message"]
         )
-        assert not told("drain", name, "--no-wait")["drained"]
+        meant = next(one["node_id"] for one in up["nodes"] if one["name"] == name)
+        drained = told("drain", meant[:8], "--no-wait")
+        assert drained == {"fleet": "untax", "node": name, "node_id": meant, "drained": False}
         assert {one["name"]: one["state"] for one in told("status")["nodes"]}[name] == "draining"
         while {one["name"]: one["state"] for one in watched()["nodes"]}[name] != "draining":
             pass
@@ -137,7 +154,7 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
     states = {one["name"]: (one["state"], one["trouble"]) for one in told("status")["nodes"]}
     assert states[name] == ("out", "it was drained")
 
-    groups = _groups(cluster)
+    groups = _seen(cluster, tmp_path, _OF_A_FLEET)
     assert len(groups) == 1
     assert told("down")["nodes"] == [one for one in states if one != name]
     _wait_nothing_left(cluster, tmp_path, groups)
@@ -157,7 +174,10 @@ def test_prometheus_is_given_what_it_needs(cluster, told, tmp_path, free_tcp_por
     (job,) = yaml.safe_load((tmp_path / "access" / "prometheus.yml").read_text())["scrape_configs"]
     context = ssl.create_default_context(cafile=job["tls_config"]["ca_file"])
     token = Path(job["authorization"]["credentials_file"]).read_text()
-    url = f"{job['scheme']}://{job['static_configs'][0]['targets'][0]}{job['metrics_path']}"
+    (target,) = job["static_configs"][0]["targets"]
+    assert target == f"127.0.0.2:{free_tcp_port}"  # the head
+    assert f"# others that were there: 127.0.0.3:{free_tcp_port}" in (tmp_path / "access" / "prometheus.yml").read_text()
+    url = f"{job['scheme']}://{target}{job['metrics_path']}"
     end = time.monotonic() + 10
     while True:  # agents are told who else there is a moment after the command returns
         said = httpx.get(url, headers={"authorization": f"Bearer {token}"}, verify=context, trust_env=False).text
@@ -168,24 +188,37 @@ def test_prometheus_is_given_what_it_needs(cluster, told, tmp_path, free_tcp_por
     assert len(up) == 2 and all(line.endswith(" 1") for line in up)
 
 
-def test_a_killed_fleet_leaves_nothing_on_any_node(cluster, told, tmp_path):
-    """Who keeps it and every agent are killed at once, with a lease that is held: nobody of them can tidy up, and all the same nothing stays."""
+def _kill_all(cluster, told):
+    """Who keeps it and every agent at once."""
+    import ray
+
+    ray.init(address=cluster.address, namespace="untax", log_to_driver=False, configure_logging=False)
+    actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["name"].startswith("untax:")]
+    assert len(actors) == 3
+    for name in actors:  # the keeper, `untax:untax`, is the first
+        with contextlib.suppress(ValueError):
+            ray.kill(ray.get_actor(name, "untax"))
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("ended", [lambda cluster, told: told("down"), _kill_all], ids=["taken down", "killed"])
+def test_a_fleet_leaves_nothing_on_any_node_whichever_way_it_goes(cluster, told, tmp_path, ended):
+    """With a lease held on each node. Where everybody is killed nobody of them can tidy up, and all the same nothing stays."""
     told("up", "--state-dir", str(tmp_path / "{node}"), "--limits", "warn")
     with _join(cluster, _ACT, stderr=subprocess.PIPE) as program:
         program.stdout.readline()
-        groups = _groups(cluster)
-        import ray
-
-        ray.init(address=cluster.address, namespace="untax", log_to_driver=False, configure_logging=False)
-        actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["name"].startswith("untax:")]
-        assert len(actors) == 3
-        for name in actors:  # the keeper, `untax:untax`, is the first
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(name, "untax"))
-        ray.shutdown()
+        groups = _seen(cluster, tmp_path, {*_OF_A_FLEET, "cell"})  # a ferry to the node that the client is not on, and what is in sandboxes
+        ended(cluster, told)
         _wait_nothing_left(cluster, tmp_path, groups)
         said, complained = program.communicate("\n", timeout=60)
-    assert said == "SandboxLost infra\n", complained
+    assert said == "SandboxLost infra\n" * 2, complained
+
+
+def test_nodes_that_cannot_enforce_limits_which_are_strict_are_out_with_the_words_of_a_lease(cluster, told, tmp_path):
+    said = told("up", "--state-dir", str(tmp_path / "{node}"), "--substrate", "process", code=125)["message"]
+    for name in ("127.0.0.2", "127.0.0.3"):
+        assert f"node {name}: SubstrateUnavailable: cpus cannot be enforced: the process substrate enforces nothing" in said
+    _wait_nothing_left(cluster, tmp_path, [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 
 import pytest
 from tests import raycluster
@@ -16,6 +17,7 @@ if reason := raycluster.unavailable_reason():
 from untax.cluster import actors
 
 LEASE_S = 3.0
+LATE_S = 10.0  # a call returns within a second of its deadline; this machine may be full
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +90,10 @@ async def test_a_machine_that_vanishes_without_a_word_is_an_infrastructure_outco
         assert (await box.run(["echo", "on"])).stdout == b"on\n"
         assert await leases_there(fleet) == before + 1
         relay.silence()
+        began_s = time.monotonic()
         with pytest.raises(untax.SandboxLost):
             await box.run(["touch", "/tmp/never"], timeout_s=1.0)
+        assert time.monotonic() - began_s < 1.0 + LATE_S
         assert box.ledger.verdict == "infra"
         with pytest.raises(untax.SandboxLost):
             await box.run(["true"])

@@ -1,5 +1,7 @@
 """The manifests of docs/fleet are what their readers take: Ray's own check, and the command line they start."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -41,8 +43,46 @@ def test_every_node_of_a_ray_cluster_has_the_same_image_and_release():
     groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
     images = {container["image"] for group in groups for container in group["template"]["spec"]["containers"]}
     assert images == {f"untax-ray:{__version__}"}
-    assert f"untax[ray]=={__version__}" in _read("cluster.yaml")["setup_commands"][0]
-    assert spec["rayVersion"] in _read("cluster.yaml")["setup_commands"][0]
+    for said in (_image(), " ".join(_read("cluster.yaml")["setup_commands"])):
+        assert f"untax[ray]=={__version__}" in said and spec["rayVersion"] in said
+
+
+def _image():
+    """What the manifest says of its image, in words before it."""
+    return "\n".join(line for line in (_PLACE / "kuberay.yaml").read_text().splitlines() if line.startswith("#   "))
+
+
+def test_every_node_has_what_strict_limits_need():
+    """Which is the default of `untax fleet up`: root, and the programs by which a disk is limited and repositories are had."""
+    assert _parser().parse_args(["fleet", "up"]).limits == "strict"
+    for said in (_image(), " ".join(_read("cluster.yaml")["setup_commands"])):
+        assert "apt-get install" in said and " btrfs-progs git" in said
+    assert _read("cluster.yaml")["auth"]["ssh_user"] == "root"
+    spec = _read("kuberay.yaml")["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        # Of the pod: the autoscaler's container is added to it, and shares a directory with Ray's.
+        assert pod["securityContext"] == {"runAsUser": 0}
+        (container,) = pod["containers"]
+        assert container["securityContext"]["privileged"] and "runAsUser" not in container["securityContext"]
+        assert [one["mountPath"] for one in container["volumeMounts"]] == ["/var/lib/untax"]  # where root's engines keep their state
+
+
+def _commands(name):
+    """The command lines that its words have, and the program that each is of. Those between backticks are only spoken of."""
+    found = re.findall(r"(?<!`)((?:/\S+/)?untax) (fleet [^'&`\n]+)", (_PLACE / name).read_text())
+    return [(program, _parser().parse_args(shlex.split(words))) for program, words in found]
+
+
+def test_what_the_manifests_say_to_run_is_there_to_be_run():
+    (venv,) = re.findall(r"-m venv (\S+)", " ".join(_read("cluster.yaml")["setup_commands"]))
+    assert [program for program, _ in _commands("cluster.yaml")] == [f"{venv}/bin/untax"]
+    (_, up), (_, drain) = _commands("kuberay.yaml")
+    spec = _read("kuberay.yaml")["spec"]
+    (worker,) = spec["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert up.memory_mib < int(worker["resources"]["limits"]["memory"].removesuffix("Gi")) * 1024
+    assert up.max_nodes == spec["workerGroupSpecs"][0]["maxReplicas"] + 1  # and the head,
+    assert drain.node == "$(hostname -i)"  # which is too small for that
 
 
 def test_the_simulator_reads_the_file_on_sizing():

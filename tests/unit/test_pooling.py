@@ -9,6 +9,7 @@ import pytest
 import untax
 from untax import quarantine
 from untax.layers.store import LayerStore
+from untax.leases import Bindings, checked
 from untax.pool.record import PoolRecord
 from untax.standby import Standby
 from untax.testing import FakeExit, FakeSubstrate, LayeredFake
@@ -207,7 +208,7 @@ async def test_a_wait_is_explained_in_the_ledger(fake):
     async with untax.Engine(fake, pool=untax.PoolOptions(entries=1)) as engine:
         first = await engine.acquire()
         waiting = asyncio.ensure_future(engine.acquire())
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.02)  # a part of which may be over before it asks
         await first.release()
         box = await waiting
         hit = box.ledger.hit
@@ -351,6 +352,31 @@ async def test_a_layer_that_no_budget_could_keep_fails_at_once_and_costs_no_idle
         with pytest.raises(untax.StageUnavailable, match="raise the budget"):
             await engine.acquire(untax.EnvSpec(image=image, setup=("fill 3",)))
         assert sum(stage.idle for stage in engine.pools().stages) == 1
+
+
+async def test_on_a_full_disk_a_leases_end_is_waited_for_unless_there_are_others_to_ask(layered, image, tmp_path, monkeypatch):
+    spec = untax.EnvSpec(image=image)
+    async with untax.Engine(layered, state_dir=tmp_path / "state") as engine:
+        held = await engine.acquire(spec)
+        real, is_full = engine.warehouse.find, True
+
+        async def find(request):
+            if is_full:
+                raise untax.StageUnavailable("store", "the disk is full")
+            return await real(request)
+
+        monkeypatch.setattr(engine.warehouse, "find", find)
+        monkeypatch.setattr(engine.warehouse, "at_hand", lambda _request: None)
+        request = checked(engine.offer, spec, Bindings())
+        with pytest.raises(untax.StageUnavailable, match="the disk is full"):
+            async with asyncio.timeout(10):
+                await engine.fulfil(dataclasses.replace(request, may_refuse=True))
+        waiting = asyncio.ensure_future(engine.fulfil(request))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert not waiting.done()
+        is_full = False
+        await held.release()
+        await (await waiting).release()
 
 
 # ---- what is left on disk ----

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--substrate",
         default="namespace",
-        choices=("auto", *substrates.names()),
+        choices=substrates.names(),
         metavar="NAME",
         help="of every node (default: %(default)s)",
     )
@@ -64,7 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     up.add_argument(
         "--node-resources", type=_resources, metavar="JSON", help="of one more node, as Ray counts them (default: the CPUs of the smallest)"
     )
-    up.add_argument("--port", type=int, default=0, metavar="N", help="where agents listen, the same on every node (default: any)")
+    up.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="where agents listen, the same on every node; for layers at the one after it (default: any two)",
+    )
     status = action("status", _status, "show every node: leases, what is idle at which stage, what is starting, who is draining or out")
     status.add_argument(
         "-w", "--watch", action="store_true", help="go on showing it until interrupted; with --json, a line for each change"
@@ -79,15 +85,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _resources(text: str) -> dict[str, float]:
     try:
-        return dict(json.loads(text))
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"not a JSON object such as '{{\"CPU\": 8}}': {text!r}") from exc
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"not a JSON object such as '{{\"CPU\": 8}}': {text!r}")
+    return found
 
 
 def carry_out(arguments: argparse.Namespace) -> int:
+    from untax.cluster import terms
     from untax.cluster.access import require_ray
 
     require_ray()
+    terms.checked_name(arguments.name)
     arguments.out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # where Ray prints what happens to its nodes
         code: int = asyncio.run(arguments.act(arguments))
@@ -101,9 +112,11 @@ async def _up(arguments: argparse.Namespace) -> int:
 
     options: dict[str, Any] = {"limits": arguments.limits}
     if arguments.store_budget_mib is not None:
+        if arguments.store_budget_mib < 1:
+            raise UsageError(f"--store-budget-mib must be a whole number of MiB from 1 on, not {arguments.store_budget_mib}")
         options["store_budget_mib"] = arguments.store_budget_mib
-    if not 0 <= arguments.port <= 65_535:
-        raise UsageError(f"--port must be between 0 and 65535, not {arguments.port}")
+    if not 0 <= arguments.port <= 65_534:
+        raise UsageError(f"--port must be between 0 and 65534, not {arguments.port}: layers come at the one after it")
     bounds = {"entries": arguments.sandboxes, "memory_mib": arguments.memory_mib}
     if bounds := {name: value for name, value in bounds.items() if value is not None}:
         options["pool"] = PoolOptions(**bounds)
@@ -143,11 +156,12 @@ async def _drain(arguments: argparse.Namespace) -> int:
     from untax.cluster import operate
 
     async with operate.operating(arguments.address, arguments.name) as operated:
+        node = await operated.find(arguments.node)
         if not arguments.no_wait and not arguments.json:
-            print(f"untax: waiting for the leases of {arguments.node}; Ctrl-C leaves it draining", file=sys.stderr)
-        await operated.drain(arguments.node, wait=not arguments.no_wait)
-    said = {"fleet": arguments.name, "node": arguments.node, "drained": not arguments.no_wait}
-    _say(arguments, said, f"{arguments.node} is {'draining' if arguments.no_wait else 'drained'}")
+            print(f"untax: waiting for the leases of {node.name}; Ctrl-C leaves it draining", file=sys.stderr)
+        await operated.drain(node.node_id, wait=not arguments.no_wait)
+    said = {"fleet": arguments.name, "node": node.name, "node_id": node.node_id, "drained": not arguments.no_wait}
+    _say(arguments, said, f"{node.name} is {'draining' if arguments.no_wait else 'drained'}")
     return 0
 
 
@@ -165,7 +179,9 @@ async def _access(arguments: argparse.Namespace) -> int:
     from untax.cluster import operate
 
     async with operate.operating(arguments.address, arguments.name) as operated:
-        written = [str(path) for path in operated.write_access(Path(arguments.directory), (await operated.roll()).members)]
+        written = [str(path) for path in await operated.write_access(Path(arguments.directory))]
+    if not arguments.json:
+        print(f"untax: for this user only; Prometheus reads them after: chown -R prometheus: {arguments.directory}", file=sys.stderr)
     _say(arguments, {"fleet": arguments.name, "written": written}, "\n".join(written))
     return 0
 

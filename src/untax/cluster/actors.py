@@ -2,7 +2,7 @@
 
 The *keeper* is one named actor. It sees to it that every node that lives has an agent and tells clients who is in the fleet. It is asked when a client joins
 and then tells of changes; no lease and no action waits for it, and while it is away everything goes on with what is known.
-Nodes that join are looked for, since Ray tells nobody of them; deaths are told by calls that return only by failing.
+Nodes that join are looked for, since Ray tells nobody of them; deaths are told by calls that fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,18 @@ import untax
 from untax.cluster import autoscaler, drains
 from untax.cluster.known import Node
 from untax.cluster.plan import Plan, Post
-from untax.cluster.resident import AGAIN_S, END_S, LOOK_S, NAMESPACE, NodeActor, is_forerunner, keeper_name, node_actor_name, until_failed
+from untax.cluster.resident import (
+    AGAIN_S,
+    END_S,
+    HOLD_S,
+    LOOK_S,
+    NAMESPACE,
+    NodeActor,
+    is_forerunner,
+    keeper_name,
+    node_actor_name,
+    until_failed,
+)
 from untax.cluster.scaler import Scaler
 from untax.cluster.scaling import Load
 from untax.cluster.terms import Member, Refusal, Roll, Ticket, instance_of, named, skew_trouble, version_trouble
@@ -41,20 +52,25 @@ _BEGIN_S = 60.0  # for an agent to start
 _SETTLE_S = 20.0  # for the first look at all nodes, where some are in the fleet already
 _PATIENCE = 3.0  # the same as a multiple of what the first of them took: on a busy machine Ray's processes alone take longer than that
 _TELL_S = 5.0  # for an agent to hear who else there is, before the others hear of the next change
-_CALLS = 10_000  # at once: every client waits for changes
+CALLS = 10_000
+"""How many Ray lets begin before others have ended."""
+WAITING = 9_000
+"""How many of those may wait for a change, one for each client. Ray's own groups of calls would not do: each has a thread and an event loop of its own."""
 _RESTS = "it rests: nobody needed it; it is woken when leases wait"
 
 
 class Keeper:
     """Made with everything that it needs to begin anew elsewhere, should its own node die."""
 
-    def __init__(self, plan: Plan, trust: Trust, ray_address: str) -> None:
+    def __init__(self, plan: Plan, trust: Trust, ray_address: str, most_waiting: int = WAITING) -> None:
         self._plan = plan
         self._trust = trust
         self._instance = instance_of(trust.authority.certificate)
         self._ray_address = ray_address
         self._nodes: dict[str, Node] = {}
         self._version = 0
+        self._most_waiting = most_waiting
+        self._waiting = 0
         self._changed = asyncio.Event()
         self._first = asyncio.Event()
         self._drains: set[str] | None = None
@@ -86,14 +102,26 @@ class Keeper:
         return self._plan
 
     async def members(self, since: int) -> str:
-        """Who is in the fleet, once that differs from what was said as version `since`."""
-        while self._version == since or not self._first.is_set():
-            await self._changed.wait()
-        return self._roll().to_json()
+        """Who is in the fleet, once that differs from what was said as version `since`. Nothing after a minute, or at once where too many wait: ask again.
+
+        Nobody tells of a client that has died, and what it asked for would be waited for ever.
+        """
+        await self._first.wait()
+        if self._version == since and self._waiting < self._most_waiting:
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(HOLD_S):
+                    while self._version == since:
+                        await self._changed.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting -= 1
+        return "" if self._version == since else self._roll().to_json()
 
     async def forever(self) -> None:
-        """Returns only by failing, with the keeper's death."""
-        await asyncio.Event().wait()
+        """Fails with the keeper's death, and is asked again until it does."""
+        await asyncio.sleep(HOLD_S)
 
     async def instance(self) -> str:
         """Which fleet of this name it is: one that was taken down, and one that was brought up later, are two."""
@@ -267,7 +295,7 @@ class Keeper:
                 lifetime="detached",
                 get_if_exists=True,
                 num_cpus=0,
-                max_concurrency=_CALLS,
+                max_concurrency=CALLS,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
             )
             .remote(self._plan.name, self._instance)

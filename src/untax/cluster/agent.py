@@ -12,7 +12,6 @@ import shutil
 import ssl
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import untax
@@ -20,7 +19,7 @@ from untax.cluster import transfer
 from untax.cluster.gauge import Gauge
 from untax.cluster.plan import Plan, Post
 from untax.cluster.reaper import Reaper
-from untax.cluster.terms import Member
+from untax.cluster.terms import Member, Roll
 from untax.cluster.transfer import Transfer
 from untax.cluster.trust import pinned
 from untax.core.errors import UsageError
@@ -36,7 +35,7 @@ from untax.server.unix import UnixListener
 from untax.service.admission import Admission
 from untax.service.app import build
 from untax.service.ferry import Ferry
-from untax.service.fleet import Peer, Peers
+from untax.service.fleet import NodeStatus, Peer, Peers
 from untax.service.held import take_over
 from untax.service.hosting import Hosting, Settings
 from untax.service.listen import Address, HttpListener
@@ -73,12 +72,12 @@ class Agent:
 
     # ---- for whoever keeps the fleet ----
 
-    def meet(self, members: Sequence[Member]) -> None:
-        """These are in the fleet from here on, this node among them."""
+    def meet(self, roll: Roll) -> None:
+        """Who is in the fleet from here on, this node among them, and who is not."""
         if self._hosting is not None and self._hosting.fleet is not None:
-            self._hosting.fleet.meet(peers_of(members))
+            introduce(self._hosting.fleet, roll)
         if self._transfer is not None:
-            self._transfer.meet([transfer.Peer.at(one.node_id, one.layers) for one in members if one.layers])
+            self._transfer.meet([transfer.Peer.at(one.node_id, one.layers) for one in roll.members if one.layers])
 
     @property
     def now(self) -> Member | None:
@@ -124,6 +123,7 @@ class Agent:
         engine = Engine(plan.substrate, state_dir=state, **plan.options)
         await engine.start()
         stack.push_async_callback(engine.aclose)
+        engine.check_host()  # a node that would refuse every lease is out, and says why
         service = Service(engine, lease_s=plan.lease_s)
         stack.push_async_callback(service.aclose)
         service.views.watch(self.gauge, 0, is_resting=True)  # nodes are started in minutes
@@ -161,7 +161,7 @@ class Agent:
         address.check_safe(has_tokens=True, any_key=False)
         tenants = Tenants([(Tenant("fleet", _everything(), is_trusted=True), digest(self._post.token))])
         self._hosting = hosting = Hosting(engine, tenants, Settings(admission=_anything()), owners=service)
-        hosting.fleet = Peers(self._post.token, pinned(self._post.authority))
+        hosting.fleet = Peers(self._post.token, pinned(self._post.authority), self._plan.name)
         hosting.ferry = Ferry()
         stack.push_async_callback(hosting.ferry.aclose)
         listener = HttpListener(build(hosting), address, functools.partial(take_over, hosting))
@@ -187,6 +187,7 @@ class Agent:
             client_context=pinned(post.authority),
             token=post.token,
             host=post.address,
+            port=self._plan.layers_port,
             untold_uses=engine.warehouse.untold_uses,
             arrived=lambda keys: loop.call_soon_threadsafe(engine.pooling.came, keys),
         )
@@ -195,8 +196,13 @@ class Agent:
         engine.warehouse.fetch_from(travel)
 
 
-def peers_of(members: Sequence[Member]) -> list[Peer]:
-    return [Peer(one.node_id, one.name, one.url, one.is_draining) for one in members]
+def introduce(peers: Peers, roll: Roll) -> None:
+    """Who is asked how it is doing, and who is out and why."""
+    peers.meet(
+        [Peer(one.node_id, one.name, one.url, one.is_draining) for one in roll.members],
+        [NodeStatus(one.node_id, one.name, trouble=one.reason) for one in roll.refusals],
+        roll.wanted,
+    )
 
 
 def _place(stack: contextlib.AsyncExitStack, state: Path, name: str) -> Path:

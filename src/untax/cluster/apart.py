@@ -11,13 +11,13 @@ import os
 import pickle
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from struct import Struct
 from typing import Any
 
 from untax.cluster.interpreter import command
 from untax.cluster.scaling import Load
-from untax.cluster.terms import Member
+from untax.cluster.terms import Member, Roll
 from untax.core.errors import BackendError
 from untax.substrates._host import wait_exit
 
@@ -74,8 +74,8 @@ class Apart:
         found: Member | None = await self._ask("now")
         return found
 
-    async def meet(self, members: Sequence[Member]) -> None:
-        await self._ask("meet", tuple(members))
+    async def meet(self, roll: Roll) -> None:
+        await self._ask("meet", roll)
 
     async def drained(self) -> None:
         await self._ask("drained")

@@ -24,7 +24,10 @@ async def copy(
     """Save `snapshot` where it is, have `node` (an id or its beginning, a name, an address) bring it, and give it as it is there."""
     target = terms.named(members, node)
     holder: object = snapshot.engine
-    assert isinstance(holder, NodeEngine)
+    if not isinstance(holder, NodeEngine):
+        raise UsageError(
+            f"snapshot {snapshot.id} is not on a node of the fleet but of an engine in a process of its own; copy one of the fleet's"
+        )
     if holder.member.key == target.key:
         return snapshot
     if snapshot.is_live:

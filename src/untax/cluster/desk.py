@@ -10,13 +10,13 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import untax
 from untax.cluster.apart import next_of, write
 from untax.cluster.scaling import Load
-from untax.cluster.terms import Member
+from untax.cluster.terms import Member, Roll
 from untax.core.errors import BackendError, UntaxError
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class _Desk:
     async def now(self) -> Member | None:
         return self._there.now
 
-    async def meet(self, members: Sequence[Member]) -> None:
-        self._there.meet(members)
+    async def meet(self, roll: Roll) -> None:
+        self._there.meet(roll)
 
     async def drained(self) -> None:
         self._there.drain()

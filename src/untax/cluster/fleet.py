@@ -10,14 +10,17 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, replace
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from untax.box import Box
-from untax.cluster import access, copies, handles, terms
+from untax.cluster import access, copies, handles, terms, tickets
+from untax.cluster.elsewhere import is_better_elsewhere, named
+from untax.cluster.joining import AGAIN_S, Joining, Why
 from untax.cluster.node import NodeEngine
 from untax.cluster.placing import Placing
+from untax.cluster.plan import Plan
 from untax.cluster.scaling import Resources, Scaling
 from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.cluster.warming import Warming
@@ -29,6 +32,7 @@ from untax.core.errors import (
     UntaxError,
     UsageError,
 )
+from untax.core.ledger import Placed
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits
 from untax.layers._held import blocking
@@ -37,6 +41,7 @@ from untax.leasing import Leasing
 from untax.pool.status import PoolStatus, together
 from untax.remote.engine import RemoteSubstrate
 from untax.server.service import LEASE_S
+from untax.service.fleet import labels
 from untax.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -44,10 +49,6 @@ if TYPE_CHECKING:
     from untax.layers.sources import Progress
 
 log = logging.getLogger("untax.cluster")
-
-_AGAIN_S = 1.0  # until Ray is asked again, when its head or the keeper is away
-_ASK_S = 2.0  # for whoever keeps the fleet to say which it is
-_TRIES = 10  # to join or bring up, while one is about to go
 
 
 class Fleet(Leasing):
@@ -78,22 +79,33 @@ class Fleet(Leasing):
         super().__init__(clock)
         self.address = address
         self.name = terms.checked_name(name)
-        self._options = options
-        self._scaling = Scaling(node_resources, 1 if min_nodes is None else min_nodes, max_nodes, idle_s)
-        self._given = {
+        scaling = Scaling(node_resources, 1 if min_nodes is None else min_nodes, max_nodes, idle_s)
+        given = {
             "substrate": substrate,
             "state_dir": None if state_dir is None else os.fsdecode(state_dir),
             "lease_s": lease_s,
-            "node_resources": self._scaling.node_resources,
+            "node_resources": scaling.node_resources,
             "min_nodes": min_nodes,
             "max_nodes": max_nodes,
             "idle_s": idle_s,
             **options,
         }
+        given = {name: value for name, value in given.items() if value is not None}
+        plan = Plan(
+            self.name,
+            "namespace" if substrate is None else substrate,
+            given.get("state_dir"),
+            options,
+            LEASE_S if lease_s is None else lease_s,
+            scaling=scaling,
+        )
+        if given:  # or nothing can be wrong with it, as with handles, which are made often
+            plan.check()
+        self._joining = Joining(plan, given)
         self._ticket: Ticket | None = None
         self._is_handle = False
-        self._keeper: Any = None
-        self._is_maker = False
+        self._may_be_outdated = False
+        """Whether the ticket was kept from before, and nobody has leased by it since."""
         self._has_ray = False
         self._own_node: str | None = None
         self._nodes: dict[tuple[str, str], NodeEngine] = {}
@@ -104,30 +116,40 @@ class Fleet(Leasing):
         self._placing = Placing()
         self._warming = Warming(self._usable)
         self._meeting = asyncio.Lock()
-        self._down: Callable[[str], PoolClosed] | None = None
+        self._down: Why | None = None
         """What its callers are told, once nobody keeps it any more."""
 
     # ---- handles ----
 
     @classmethod
     def current(cls, name: str = terms.DEFAULT_NAME) -> Self:
-        """Inside a task or an actor of the cluster: a handle of its fleet, which begins with its first lease. `UsageError` where there is none."""
-        return cls.from_ticket(access.ticket_of(name))
+        """Inside a task or an actor of the cluster: a handle of its fleet, which begins with its first lease. `UsageError` where there is none.
+
+        Blocks once in a process, to ask for the fleet's ticket.
+        """
+        ticket, is_new = tickets.current(name)
+        fleet = cls._of(ticket)
+        fleet._may_be_outdated = not is_new
+        return fleet
 
     @classmethod
     def from_ticket(cls, text: str) -> Self:
         """A handle of the fleet that gave the ticket. Used without `async with` it is one with all others of its event loop."""
-        ticket = Ticket.from_json(text)
+        return cls._of(Ticket.from_json(text))
+
+    @classmethod
+    def _of(cls, ticket: Ticket) -> Self:
         fleet = cls(ticket.ray_address, name=ticket.name)
         fleet._ticket = ticket
         fleet._is_handle = True
+        fleet._roll = Roll(0, ticket.members, ())
         return fleet
 
     def ticket(self) -> str:
         """What lets another process in; a secret, as a token is."""
         if self._ticket is None:
             raise UsageError("the fleet is not started, so there is no handle of it yet: use `async with Fleet()`")
-        return replace(self._ticket, members=tuple(self._roll.members) or self._ticket.members).to_json()
+        return replace(self._ticket, members=tuple(self.members) or self._ticket.members).to_json()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_ticket, (type(self), self.ticket())
@@ -147,78 +169,37 @@ class Fleet(Leasing):
         self._state = "running"
 
     async def _start(self) -> None:
-        self._ticket = ticket = await self._join(await blocking(self._connect_ray))
-        if not self._is_maker:
-            await self._check_plan()
+        given_up = access.GivenUp()
+        there = await blocking(functools.partial(self._connect_ray, given_up), stop=given_up.say)
+        join = self._joining
+        ticket = self._ticket = await (join.join(there) if self._ticket is None else self._rejoined(self._ticket, there))
         self._roll = Roll(0, ticket.members, ())
         await self._meet(self._roll.members)
         self._following = asyncio.ensure_future(self._follow())
         if not any(node.is_usable for node in self._nodes.values()):
-            self._take(Roll.from_json(await self._asked(self._keeper.members.remote(0))))
+            self._take(await join.roll())
             await self._meet(self._roll.members)
             if not self._roll.members:
                 raise terms.nobody(self.name, self._roll.refusals)
 
-    def _connect_ray(self) -> str:
-        """Blocks. What it comes to is known to `_close` also when nobody waits for it any more; so with `_find`."""
-        there = access.connect(self.address)
+    async def _rejoined(self, ticket: Ticket, there: str) -> Ticket:
+        """A ticket that this process has kept may be of a fleet that another has followed since: it is asked for anew, once."""
+        try:
+            return await self._joining.rejoin(ticket, there)
+        except PoolClosed:
+            tickets.forget(ticket)
+            if not self._may_be_outdated:
+                raise
+        self._may_be_outdated = False
+        return await self._joining.rejoin(await blocking(functools.partial(tickets.asked, self.name)), there)
+
+    def _connect_ray(self, given_up: access.GivenUp) -> str:
+        """Blocks. What it comes to is known to `_close` also when nobody waits for it any more."""
+        # A handle is of a fleet, which says itself whether it is the one: the nodes of a cluster may each know its head by another name.
+        there = access.connect(self.address, anywhere=self._is_handle, given_up=given_up)
         self._has_ray = True
         self._own_node = access.own_node()
         return there
-
-    async def _join(self, there: str) -> Ticket:
-        """A keeper that is found may be about to go with the program that made it; a moment later there is none, and this brings one up."""
-        for left in reversed(range(_TRIES)):
-            await blocking(functools.partial(self._find, there))
-            if self._ticket is not None and self._ticket.members:
-                if await self._is_ours(self._keeper) is False:
-                    raise terms.replaced(self.name)
-                return self._ticket
-            try:
-                ticket = Ticket.from_json(await self._asked(self._keeper.ticket.remote()))
-            except PoolClosed:
-                if self._is_handle or self._is_maker or not left:
-                    raise
-                await asyncio.sleep(_AGAIN_S)  # nothing tells when a name is free
-                continue
-            if self._ticket is not None and ticket.instance != self._ticket.instance:
-                raise terms.replaced(self.name)
-            return ticket
-        raise AssertionError("the last try returns or raises")
-
-    def _find(self, there: str) -> None:
-        """Blocks."""
-        from untax.cluster.plan import Plan
-
-        if self._is_handle:
-            self._keeper = access.find_keeper(self.name)
-            if self._keeper is None:
-                raise terms.down(self.name)
-            return
-        lease_s = self._given["lease_s"]
-        plan = Plan(
-            self.name,
-            self._given["substrate"] or "namespace",
-            self._given["state_dir"],
-            self._options,
-            LEASE_S if lease_s is None else lease_s,
-            scaling=self._scaling,
-        )
-        self._keeper, self._is_maker = access.start_keeper(plan, there, is_lasting=False)
-
-    async def _check_plan(self) -> None:
-        """Options that were given are those of the fleet that is there, or it is not the one that was meant."""
-        given = {name: value for name, value in self._given.items() if value is not None}
-        if not given:
-            return
-        plan = await self._asked(self._keeper.plan.remote())
-        there = {"substrate": plan.substrate, "state_dir": plan.state_dir, "lease_s": plan.lease_s, **asdict(plan.scaling), **plan.options}
-        for name, value in given.items():
-            if there.get(name) != value:
-                raise UsageError(
-                    f"the fleet {self.name!r} is up with {name}={there.get(name)!r}, not {value!r}: join it without options, "
-                    "take it down first, or give this one another name"
-                )
 
     async def aclose(self) -> None:
         """Release every box and leave; whoever brought the fleet up takes it down. Safe to call twice."""
@@ -235,18 +216,20 @@ class Fleet(Leasing):
         await asyncio.gather(*(node.aclose() for node in (*self._nodes.values(), *self._left)), return_exceptions=True)
         while chores := [chore for chore in self._chores if chore is not asyncio.current_task()]:
             await asyncio.wait(chores)
-        if self._is_maker and self._keeper is not None:
-            await access.take_down(self._keeper)
+        await self._joining.take_down()
         if self._has_ray:
             self._has_ray = False
             await asyncio.to_thread(access.disconnect)
 
     @property
     def offer(self) -> RemoteSubstrate:
-        if self._ticket is not None and self._ticket.offer is not None:
-            return self._ticket.offer
-        for member in self._roll.members:
+        for ticket in (self._used._ticket, self._ticket):
+            if ticket is not None and ticket.offer is not None:
+                return ticket.offer
+        for member in self.members:
             return RemoteSubstrate(member.substrate, member.isolation, member.usual)
+        if self._is_handle:
+            raise terms.empty(self.name)
         raise UsageError("the fleet is not started: use `async with Fleet()`, or await fleet.start()")
 
     @property
@@ -256,23 +239,19 @@ class Fleet(Leasing):
     @property
     def members(self) -> tuple[Member, ...]:
         """The nodes that are in the fleet, as last told."""
-        return self._roll.members
+        return self._used._roll.members
 
     @property
     def wanted(self) -> int:
         """How many nodes more Ray's autoscaler was asked for, as last told."""
-        return self._roll.wanted
+        return self._used._roll.wanted
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
         """The nodes that are not, and why."""
-        return self._roll.refusals
+        return self._used._roll.refusals
 
     # ---- who is there ----
-
-    async def _asked(self, reference: Any) -> Any:
-        """What a call to the keeper gives; its death is the fleet's end."""
-        return await access.asked(self.name, reference)
 
     async def _follow(self) -> None:
         """Hear of nodes that come and go. While nobody tells, what is known stays."""
@@ -280,10 +259,10 @@ class Fleet(Leasing):
         try:
             while self._down is None:
                 if telling is None:
-                    telling = asyncio.ensure_future(self._asked(self._keeper.members.remote(self._roll.version)))
+                    telling = asyncio.ensure_future(self._joining.news(self._roll.version))
                 # Those that did not answer are tried again meanwhile.
                 is_whole = all(member.key in self._nodes for member in self._roll.members)
-                if (await asyncio.wait([telling], timeout=None if is_whole else _AGAIN_S))[0]:
+                if (await asyncio.wait([telling], timeout=None if is_whole else AGAIN_S))[0]:
                     await self._heard(telling)
                     telling = None
                 try:
@@ -296,16 +275,16 @@ class Fleet(Leasing):
         finally:
             if telling is not None:
                 telling.cancel()
+                await asyncio.wait([telling])
 
     async def _heard(self, telling: asyncio.Future[str]) -> None:
         try:
-            self._take(Roll.from_json(telling.result()))
+            if said := telling.result():
+                self._take(Roll.from_json(said))
         except UntaxError as exc:
             log.info("nobody tells who is in the fleet: %s", exc)
-            await asyncio.sleep(_AGAIN_S)  # Ray tells nobody when an actor is there again
-            found = await self._look_up()
-            if found is not None and not self._is_maker:  # Ray ends an actor whose maker has let go of the handle it was made with
-                self._keeper = found
+            await asyncio.sleep(AGAIN_S)  # Ray tells nobody when an actor is there again
+            await self._look_up()
             self._roll = replace(self._roll, version=-1)
 
     async def _check_up(self) -> None:
@@ -315,34 +294,23 @@ class Fleet(Leasing):
         if self._down is not None:
             raise self._down(self.name)
 
-    async def _look_up(self) -> Any | None:
-        """Whoever keeps this fleet; None where nobody does any more (`_down` says so), and while Ray does not say."""
-        found = await asyncio.to_thread(access.found, self.name)
-        if found is False:
-            self._was_taken_down(terms.down)
-            return None
-        is_ours = None if found is None else await self._is_ours(found)
-        if is_ours is False:
-            self._was_taken_down(terms.replaced)
-        return found if is_ours else None
-
-    async def _is_ours(self, keeper: Any) -> bool | None:
-        """Whether it keeps this fleet, and not another that has its name; None while it does not say, about to go or to be there again."""
+    async def _look_up(self) -> None:
         assert self._ticket is not None
-        try:
-            async with asyncio.timeout(_ASK_S):
-                return bool(await self._asked(keeper.instance.remote()) == self._ticket.instance)
-        except (UntaxError, TimeoutError):
-            return None
+        if (why := await self._joining.look_up(self._ticket)) is not None:
+            self._was_taken_down(why)
 
-    def _was_taken_down(self, why: Callable[[str], PoolClosed]) -> None:
+    def _was_taken_down(self, why: Why) -> None:
         self._down = why
+        assert self._ticket is not None
+        tickets.forget(self._ticket)
         for node in self._nodes.values():
             self._placing.leave(node.label, node)
             node.left()
 
     def _take(self, roll: Roll) -> None:
         self._roll = roll
+        assert self._ticket is not None
+        tickets.renew(self._ticket, roll.members)
         for key, node in list(self._nodes.items()):
             member = next((one for one in roll.members if one.key == key), None)
             if member is not None:
@@ -391,9 +359,8 @@ class Fleet(Leasing):
         self._placing.follow(node.label, node)
 
     def _label(self, member: Member) -> str:
-        """What the node is called in ledgers and messages: its name, unless there is another of that name."""
-        others = {one.name for one in self._roll.members if one.node_id != member.node_id}
-        return f"{member.name} ({member.node_id[:8]})" if member.name in others else member.name
+        """What the node is called in ledgers and messages, as the page and the metrics call it."""
+        return labels((*self._roll.members, member))[member.node_id]
 
     def _made(self, member: Member, *, is_here: bool) -> NodeEngine:
         assert self._ticket is not None
@@ -404,13 +371,36 @@ class Fleet(Leasing):
     async def _ready(self) -> Fleet:
         """The one whose connections are used: this, or for a handle that was never started the one of its event loop."""
         if self._is_handle and self._state == "new":
-            assert self._ticket is not None
-            text, key = self._ticket.to_json(), (type(self), self.name, self._ticket.token)
-            return await (await handles.shared(key, lambda: type(self).from_ticket(text)))._ready()
+            return await self._ready_to_share()
         self._check_running()
         if self._down is not None:
             raise self._down(self.name)
         return self
+
+    async def _ready_to_share(self) -> Fleet:
+        ticket = self._ticket
+        assert ticket is not None
+        try:
+            fleet = await (await handles.shared(self._key, lambda: type(self)._of(ticket)))._ready()
+        except PoolClosed:
+            tickets.forget(ticket)
+            if not self._may_be_outdated:
+                raise
+            self._may_be_outdated = False
+            self._ticket = await blocking(functools.partial(tickets.asked, self.name))
+            return await self._ready_to_share()
+        self._may_be_outdated = False
+        return fleet
+
+    @property
+    def _used(self) -> Fleet:
+        """As `_ready`, without waiting; this where there is no other yet."""
+        return (handles.there(self._key) if self._is_handle and self._state == "new" else None) or self
+
+    @property
+    def _key(self) -> Hashable:
+        assert self._ticket is not None
+        return type(self), self.name, self._ticket.token
 
     def _usable(self) -> list[NodeEngine]:
         """The least loaded by this client first."""
@@ -418,12 +408,17 @@ class Fleet(Leasing):
         return sorted(usable, key=lambda node: (not node.is_connected, node.load, node.member.node_id != self._own_node))
 
     def stir(self) -> None:
-        if self._state == "running":
-            self._placing.stir()
+        if (fleet := self._used)._state == "running":
+            fleet._placing.stir()
 
     async def fulfil(self, request: Request) -> Box:
         fleet = await self._ready()
-        return await (fleet._fulfil(request) if request.snapshot is None else fleet._holding(request.snapshot).fulfil(request))
+        if request.snapshot is None:
+            return await fleet._fulfil(request)
+        node = fleet._holding(request.snapshot)
+        box = await node.fulfil(request)
+        box.was_placed(Placed(node.label, "its snapshot is there"))
+        return box
 
     async def _fulfil(self, request: Request) -> Box:
         try:
@@ -445,11 +440,18 @@ class Fleet(Leasing):
     async def prepare(self, spec: EnvSpec, *, progress: Progress | None = None) -> Prepared:
         """As `untax.Engine.prepare`, on the node where a lease of it would go."""
         fleet = await self._ready()
-        for best in await fleet._placing.ranked(checked(self.offer, spec, Bindings()).spec):
-            prepared = await fleet._placing.engine(best.node).prepare(spec, progress=progress)
-            fleet._placing.wake()
-            return prepared
-        raise terms.nobody(self.name, self._roll.refusals)
+        failure: UntaxError | None = None
+        for best in await fleet._placing.ranked(checked(fleet.offer, spec, Bindings()).spec):
+            try:
+                prepared = await fleet._placing.engine(best.node).prepare(spec, progress=progress)
+            except UntaxError as exc:
+                failure = failure or named(best.node, exc)
+                if not is_better_elsewhere(exc) and not await fleet._placing.is_lacking(spec, best.node, exc):
+                    raise failure from exc
+            else:
+                fleet._placing.wake()
+                return prepared
+        raise failure or terms.nobody(fleet.name, fleet.refusals)
 
     async def warm(self, spec: EnvSpec | Snapshot | str | None = None, n: int = 1, *, limits: Limits | None = None) -> None:
         """As `untax.Engine.warm`: that many in all, spread evenly over the nodes, also those that join later; those of a snapshot on the node that has it."""
@@ -461,17 +463,21 @@ class Fleet(Leasing):
             assert request.snapshot is not None
             await fleet._holding(request.snapshot).warm(request.snapshot, n, limits=limits)
             return
-        spec = checked(self.offer, spec, Bindings(limits=limits)).spec
+        spec = checked(fleet.offer, spec, Bindings(limits=limits)).spec
         if not fleet._usable():
-            raise terms.nobody(self.name, self._roll.refusals)
+            raise terms.nobody(fleet.name, fleet.refusals)
         await fleet._warming.warm(spec, n)
         fleet._placing.wake()
 
     async def pools(self) -> PoolStatus:
-        """All nodes' pools together."""
-        nodes = (await self._ready())._nodes
-        found = await asyncio.gather(*(node.pools() for node in nodes.values() if node.is_usable), return_exceptions=True)
-        return together("fleet", [one for one in found if isinstance(one, PoolStatus)])
+        """All nodes' pools together; a node that does not answer is left out, and if none does that is raised."""
+        nodes = [node for node in (await self._ready())._nodes.values() if node.is_usable]
+        found = await asyncio.gather(*(node.pools() for node in nodes), return_exceptions=True)
+        pools = [one for one in found if isinstance(one, PoolStatus)]
+        for node, one in zip(nodes, found, strict=True):
+            if isinstance(one, UntaxError) and not pools:
+                raise named(node.label, one)
+        return together("fleet", pools)
 
     async def ledgers(self) -> tuple[dict[str, Any], ...]:
         """The latest ledgers that are final, of all clients and nodes."""
@@ -481,12 +487,22 @@ class Fleet(Leasing):
 
     async def find_snapshot(self, snapshot_id: str) -> Snapshot:
         """A saved snapshot by its id, wherever it is; `UsageError` when no node has it."""
-        nodes = [node for node in (await self._ready())._nodes.values() if node.is_usable]
+        fleet = await self._ready()
+        nodes = [node for node in fleet._nodes.values() if node.is_usable]
         found = await asyncio.gather(*(node.find_snapshot(snapshot_id) for node in nodes), return_exceptions=True)
         for one in found:
             if isinstance(one, Snapshot):
                 return one
-        raise next((one for one in found if isinstance(one, UntaxError)), None) or terms.nobody(self.name, self._roll.refusals)
+        for node, one in zip(nodes, found, strict=True):
+            if isinstance(one, UntaxError) and not isinstance(one, UsageError):  # it may be the one that has it
+                raise BackendError(
+                    "", f"node {node.label} does not say whether it has the snapshot {snapshot_id}, and no other has it: {one}"
+                )
+        if not nodes:
+            raise terms.nobody(fleet.name, fleet.refusals)
+        raise UsageError(
+            f"no node of the fleet has a snapshot {snapshot_id!r}: save() what is to last, and copy() what is to outlive its node"
+        )
 
     async def copy(self, snapshot: Snapshot | str, node: str) -> Snapshot:
         """Copy a snapshot to a second node, named by its id, name or address; gives it as it is there. It is saved first, and each is dropped for itself.

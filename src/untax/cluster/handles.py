@@ -61,6 +61,15 @@ async def shared(key: Hashable, make: Callable[[], Fleet]) -> Fleet:
     return found.fleet
 
 
+def there(key: Hashable) -> Fleet | None:
+    """The fleet of this loop under `key`, where it has one that was started."""
+    try:
+        found = _handles.get(asyncio.get_running_loop(), {}).get(key)
+    except RuntimeError:
+        return None  # no loop runs in this thread
+    return found.fleet if found is not None and found.fleet._state == "running" else None
+
+
 def _drop(loop: asyncio.AbstractEventLoop, fleet: Fleet) -> None:
     handles = _handles.get(loop, {})
     for key in [key for key, one in handles.items() if one.fleet is fleet]:

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 
 from untax.cluster import access, terms
 from untax.cluster.access import asked, take_down
-from untax.cluster.agent import peers_of
+from untax.cluster.agent import introduce
+from untax.cluster.known import HEAD, Node
 from untax.cluster.plan import Plan
-from untax.cluster.terms import Member, Refusal, Roll, Ticket
+from untax.cluster.terms import Member, Roll, Ticket
 from untax.cluster.trust import pinned
 from untax.core.errors import UsageError
-from untax.layers._held import blocking
+from untax.layers._held import blocking, ended
 from untax.service.fleet import NodeStatus, Peers
 
 
@@ -66,10 +67,14 @@ class Operated:
     async def status(self) -> FleetStatus:
         """How every node is doing, asked of each. One that does not say is in it with the reason."""
         ticket, roll = self.ticket, await self.roll()
-        self._peers.meet(peers_of(roll.members))
-        nodes = [*await self._peers.statuses(), *map(_refused, roll.refusals)]
+        introduce(self._peers, roll)
+        nodes = await self._peers.statuses()
         substrate = next((one.substrate for one in roll.members), "")
         return FleetStatus(ticket.name, ticket.ray_address, ticket.version, substrate, tuple(nodes), roll.wanted)
+
+    async def find(self, node: str) -> Node:
+        """The node of the cluster that has this id (or a beginning of it), name or address; `UsageError` unless it is exactly one."""
+        return terms.named([Node(one) for one in await _living()], node)
 
     async def drain(self, node: str, *, wait: bool = True) -> None:
         """No new leases there; returns once the last is over and its agent has ended. `UsageError` for a node that is not in the fleet."""
@@ -77,13 +82,22 @@ class Operated:
             raise UsageError(str(trouble))
 
     async def down(self) -> None:
-        await take_down(self._keeper)
+        """To its end, also when cancelled: of a fleet that was taken down half-way a keeper would be left that keeps nothing."""
+        taking = asyncio.ensure_future(take_down(self._keeper))
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await ended(taking)
+            raise
 
-    def write_access(self, directory: Path, members: tuple[Member, ...]) -> list[Path]:
+    async def write_access(self, directory: Path) -> list[Path]:
         """What Prometheus and browsers need, readable by nobody else: the token, the authority's certificate, and a scrape configuration."""
+        members = head_first((await self.roll()).members, await _living())
+        if not members:
+            raise UsageError(f"no node is in the fleet {self.ticket.name!r} at the moment, so there is none to scrape: untax fleet status")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        targets = ", ".join(f'"{one.url.removeprefix("https://")}"' for one in members[:1])
-        scrape = _SCRAPE.format(targets=targets, directory=directory.absolute())
+        first, *others = (one.url.removeprefix("https://") for one in members)
+        scrape = _SCRAPE.format(target=first, others=", ".join(others) or "none", directory=directory.absolute())
         files = {"token": self.ticket.token, "ca.pem": self.ticket.authority, "prometheus.yml": scrape}
         return [_private(directory / name, text) for name, text in files.items()]
 
@@ -91,18 +105,32 @@ class Operated:
 _SCRAPE = """scrape_configs:
   - job_name: untax
     scheme: https
-    metrics_path: /fleet/metrics  # any node answers for all of them
+    metrics_path: /fleet/metrics  # any node answers for all of them: name one, or every sample is there several times
     authorization: {{credentials_file: {directory}/token}}
     tls_config: {{ca_file: {directory}/ca.pem}}
-    static_configs: [{{targets: [{targets}]}}]
+    static_configs: [{{targets: ["{target}"]}}]  # others that were there: {others}
 """
+
+
+def head_first(members: Sequence[Member], nodes: Iterable[Mapping[str, Any]]) -> list[Member]:
+    """Ray's head is never let go for want of use; one that is drained is the last to be asked. `nodes` are as Ray lists them."""
+    heads = {one["NodeID"] for one in nodes if HEAD in (one.get("Resources") or {})}
+    return sorted(members, key=lambda one: (one.is_draining, one.node_id not in heads))
+
+
+async def _living() -> list[dict[str, Any]]:
+    """The cluster's nodes, as Ray lists them."""
+    import ray
+
+    return [one for one in await asyncio.to_thread(ray.nodes) if one["Alive"]]
 
 
 @asynccontextmanager
 async def operating(address: str, name: str) -> AsyncIterator[Operated]:
     """The fleet that is up; `UsageError` where there is none of this name."""
+    terms.checked_name(name)
     async with _connected(address):
-        keeper = await asyncio.to_thread(access.find_keeper, terms.checked_name(name))
+        keeper = await asyncio.to_thread(access.find_keeper, name)
         if keeper is None:
             raise UsageError(f"no fleet {name!r} is up on this Ray cluster: untax fleet up, or give its --name")
         yield Operated(keeper, Ticket.from_json(await asked(name, keeper.ticket.remote())))
@@ -112,6 +140,7 @@ async def operating(address: str, name: str) -> AsyncIterator[Operated]:
 async def up(address: str, plan: Plan) -> AsyncIterator[tuple[Operated, bool]]:
     """The fleet, which stays up, and whether it was up before. One that has no node in it, or whose start was interrupted, is taken down again."""
     terms.checked_name(plan.name)
+    plan.check()
     async with _connected(address) as there:
         started: list[tuple[Any, bool]] = []  # filled in the thread, so that who is interrupted meanwhile knows of it too
         try:
@@ -132,7 +161,9 @@ async def up(address: str, plan: Plan) -> AsyncIterator[tuple[Operated, bool]]:
 
 @asynccontextmanager
 async def _connected(address: str) -> AsyncIterator[str]:
-    there = await blocking(functools.partial(access.connect, address), undo=lambda _: access.disconnect())
+    given_up = access.GivenUp()
+    connecting = functools.partial(access.connect, address, given_up=given_up)
+    there = await blocking(connecting, undo=lambda _: access.disconnect(), stop=given_up.say)
     _take_sigterm_back()
     try:
         yield there
@@ -144,10 +175,6 @@ def _take_sigterm_back() -> None:
     """Ray's own code has put a handler below Python's that ends the process after 3 s, whatever is being cleaned up."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-
-
-def _refused(one: Refusal) -> NodeStatus:
-    return NodeStatus(one.node_id, one.name, trouble=one.reason)
 
 
 def _private(path: Path, text: str) -> Path:

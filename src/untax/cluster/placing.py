@@ -8,28 +8,26 @@ its turn until that one has given it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
 import math
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from untax.cluster.attention import REST_S, Attention
+from untax.cluster.elsewhere import is_better_elsewhere, named
+from untax.cluster.ladders import Ladders
 from untax.cluster.view import Claim, Views
 from untax.cluster.waiting import Line
 from untax.core.errors import (
     BackendError,
-    CreateError,
     LeaseRefused,
     PoolClosed,
     PoolTimeout,
-    StageFailed,
     StageUnavailable,
-    SubstrateError,
     SubstrateUnavailable,
     UntaxError,
     UsageError,
@@ -44,20 +42,10 @@ from untax.remote.engine import RemoteEngine
 log = logging.getLogger("untax.fleet")
 
 _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, before one of them is waited for
-_LADDER_S = 2.0  # for nodes to say by which keys they know a spec; who is slower is placed without
 _LEAST_WAIT_S = 0.001
 _QUIET_S = 0.005  # without a word from any node or a lease: then the next one's node is found ahead, which takes nothing from anybody
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
 _IN_HAND = "in hand: given by the caller's own node with the end of the lease before it"
-_ELSEWHERE = (
-    BackendError,
-    CreateError,
-    LeaseRefused,
-    PoolClosed,
-    StageUnavailable,
-    SubstrateError,
-    SubstrateUnavailable,
-)  # what another node may do better
 
 
 @dataclass(slots=True)
@@ -85,7 +73,7 @@ class Placing:
         self._last: EnvSpec | None = None  # that was asked for
         self._stirred_s = 0.0  # when something was told or given back
         self._foreseeing: asyncio.TimerHandle | None = None
-        self._learning: dict[tuple[str, EnvSpec], tuple[asyncio.Task[None], float]] = {}  # and since when
+        self._ladders = Ladders(self.views, self._by_nearness)
         self._line = Line(self.ranked, self._room, self._is_better)
         # A client that leases from its hand looks at nobody. One lease among those that has to be placed wakes its own node, where the next is likely to be: of the
         # others it may go by what is known.
@@ -100,6 +88,7 @@ class Placing:
         self.views.joined(node, isolation=engine.substrate.isolation)
         engine.on_link(lambda link_s: self.views.linked(node, link_s))
         engine.rest(self._is_resting(node))
+        engine.on_nothing_ahead = functools.partial(self._nothing_ahead, node)
         self._nodes[node] = _Followed(engine, asyncio.get_running_loop().create_task(self._watch(node, engine)))
         self._line.changed()
 
@@ -110,6 +99,7 @@ class Placing:
             del self._nodes[node]
             followed.watching.cancel()
             followed.engine.on_link(None)
+            followed.engine.on_nothing_ahead = None
             self.views.left(node)
 
     def engine(self, node: str) -> RemoteEngine:
@@ -120,13 +110,14 @@ class Placing:
         self._far.close()
         if self._foreseeing is not None:
             self._foreseeing.cancel()
-        tasks = [*(one.watching for one in self._nodes.values()), *(task for task, _ in self._learning.values())]
+        tasks = [one.watching for one in self._nodes.values()]
         for node in list(self._nodes):
             self.leave(node)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+        await self._ladders.aclose()
         await self._line.aclose()
 
     async def _watch(self, node: str, engine: RemoteEngine) -> None:
@@ -164,6 +155,10 @@ class Placing:
             followed.engine.rest(self._is_resting(node))
 
     # ---- the next lease ----
+
+    def _nothing_ahead(self, node: str, spec: EnvSpec) -> None:
+        """It had nothing idle to give with the end of a lease: what it told while this client rested is outdated. The lease that is placed next wakes it."""
+        self.views.used_up(spec, node)
 
     def _stirred(self) -> None:
         loop = asyncio.get_running_loop()
@@ -257,7 +252,7 @@ class Placing:
             try:
                 return await self._ask(best, _in_time(request, began_s), tried, may_refuse=True)
             except UntaxError as exc:
-                if not is_better_elsewhere(exc):
+                if not is_better_elsewhere(exc) and not await self.is_lacking(spec, best.node, exc):
                     raise
                 log.debug("node %s gave no lease: %s", best.node, exc)
                 tried[best.node] = exc
@@ -266,7 +261,12 @@ class Placing:
     async def _wait(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox:
         """Nobody has room, and all who might have said so: the lease waits where the line is shortest, and goes elsewhere when there is room before its turn."""
         self.wake()
-        waitable = {node for node, exc in tried.items() if isinstance(exc, LeaseRefused) and exc.reason in ("full", "busy")}
+        refused = {node: exc.reason for node, exc in tried.items() if isinstance(exc, LeaseRefused)}
+        waitable = {node for node, reason in refused.items() if reason in ("full", "busy")}
+        if not waitable and not any(isinstance(exc, StageUnavailable) for exc in tried.values()):
+            waitable = {
+                node for node, reason in refused.items() if reason == "disk"
+            }  # until a lease ends there; once, not at one after the other
         ranked = await self.ranked(request.spec)
         best = next((one for one in ranked if (one.is_full and one.node not in tried) or one.node in waitable), None)
         if best is not None:
@@ -279,7 +279,7 @@ class Placing:
                     is_refusal=is_better_elsewhere,
                 )
             except UntaxError as exc:
-                if is_better_elsewhere(exc):
+                if is_better_elsewhere(exc) or await self.is_lacking(request.spec, best.node, exc):
                     raise _LineEnded(best.node, exc) from exc
                 raise
         failures = [(node, exc) for node, exc in tried.items() if not isinstance(exc, (LeaseRefused, PoolClosed))]
@@ -341,7 +341,7 @@ class Placing:
         if not self.views.is_known(spec):
             try:
                 async with asyncio.timeout(within_s):
-                    await self._learn(spec)
+                    await self._ladders.learn(spec)
             except TimeoutError:
                 raise PoolTimeout(
                     f"no sandbox within {within_s:g} s: no node has said of which stages it is; see `untax fleet status`"
@@ -356,58 +356,19 @@ class Placing:
             return UsageError(f"no node of the fleet is large enough for this lease: {said}; lower its limits, or add a larger node")
         return SubstrateUnavailable("", f"no node of the fleet takes this lease: {said}; `untax fleet status` shows them all")
 
-    # ---- by which keys a spec is known ----
+    async def is_lacking(self, spec: EnvSpec, node: str, exc: UntaxError) -> bool:
+        """Whether what a node said is that the image is not on its machine, so that another may do better."""
+        return await self._ladders.is_lacking(spec, node, exc)
 
-    async def _learn(self, spec: EnvSpec) -> None:
-        """Ask the nearest, everybody when that says nothing, and all where the keys are each node's own. Once for all who want to know."""
-        if self.views.ladder(spec) is None and (nearest := self._by_nearness()):
-            await self._ladders_of(spec, nearest[:1])
-            if self.views.ladder(spec) is None and nearest[1:]:
-                await self._ladders_of(spec, nearest)
-        if rest := self.views.unasked(spec):
-            await self._ladders_of(spec, rest)
-
-    def _by_nearness(self) -> list[str]:
+    def _by_nearness(self) -> list[tuple[str, RemoteEngine]]:
         """Those that do not answer last."""
 
-        def distance(node: str) -> tuple[bool, bool, float]:
+        def distance(one: tuple[str, RemoteEngine]) -> tuple[bool, bool, float]:
+            node, engine = one
             view = self.views.view(node)
-            return view is None or bool(view.trouble), node != self.views.here, self._nodes[node].engine.link_s
+            return view is None or bool(view.trouble), node != self.views.here, engine.link_s
 
-        return sorted(self._nodes, key=distance)
-
-    async def _ladders_of(self, spec: EnvSpec, nodes: Sequence[str]) -> None:
-        """Until all have said it, or have had their time; while nobody has, as long as there is nobody else to ask."""
-        learning = [self._learning_of(spec, node) for node in nodes]
-        tasks = [task for task, _ in learning]
-        until_s = max(since_s for _, since_s in learning) + _LADDER_S
-        is_unknown, running = self.views.ladder(spec) is None, set(tasks)
-        while running and (not is_unknown or self.views.ladder(spec) is None):
-            left_s = None if is_unknown and len(nodes) == len(self._nodes) else until_s - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                break
-            _, running = await asyncio.wait(running, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            # Nobody else tells what is wrong with the spec itself; a node that is gone is another matter.
-            if task.done() and not task.cancelled() and isinstance(exc := task.exception(), UntaxError) and not isinstance(exc, _ELSEWHERE):
-                raise exc
-
-    def _learning_of(self, spec: EnvSpec, node: str) -> tuple[asyncio.Task[None], float]:
-        learning = self._learning.get((node, spec))
-        if learning is None:
-            task = asyncio.get_running_loop().create_task(self._ladder_of(spec, node))
-            learning = self._learning[node, spec] = task, time.monotonic()
-            task.add_done_callback(lambda _: self._learning.pop((node, spec), None))
-        return learning
-
-    async def _ladder_of(self, spec: EnvSpec, node: str) -> None:
-        followed = self._nodes.get(node)
-        if followed is None:
-            return
-        with contextlib.suppress(BackendError, PoolClosed):
-            stages, present = await followed.engine.ladder(spec)
-            self.views.learnt(spec, node, stages)
-            self.views.told(node, {"stored": [key.partition("~")[0] for key in present]})
+        return sorted(((node, followed.engine) for node, followed in self._nodes.items()), key=distance)
 
 
 def _moved(tried: Mapping[str, UntaxError], node: str, other: str) -> Mapping[str, UntaxError]:
@@ -423,18 +384,3 @@ def _in_time(request: Request, began_s: float) -> Request:
     if left_s <= 0:
         raise PoolTimeout(f"no sandbox within wait_s={request.wait_s:g}: every node was asked; allow more time, or add nodes")
     return replace(request, wait_s=max(_LEAST_WAIT_S, left_s))
-
-
-def is_better_elsewhere(exc: UntaxError) -> bool:
-    """Whether another node may do better."""
-    return isinstance(exc, _ELSEWHERE) or (isinstance(exc, StageFailed) and exc.found_no_room)
-
-
-def named(node: str, exc: UntaxError) -> UntaxError:
-    """The same, with the node in its words."""
-    where = f"node {node}: "
-    if isinstance(exc, (StageFailed, StageUnavailable)):
-        return type(exc)(exc.stage, where + exc.message, exc.log)
-    if isinstance(exc, SubstrateError):
-        return type(exc)(exc.sandbox_id, where + exc.message)
-    return type(exc)(where + str(exc))

@@ -30,6 +30,7 @@ NAMESPACE = "untax"
 LOOK_S = 1.0
 AGAIN_S = 5.0  # until a node that was refused, or whose agent ended by itself, is tried again
 END_S = 30.0  # for an agent to give everything back
+HOLD_S = 60.0  # that a call waits for what may never come: of a caller that died nobody tells, and its calls stay
 
 
 def keeper_name(fleet: str) -> str:
@@ -92,11 +93,11 @@ class NodeActor:
         said = Roll.from_json(roll)
         self._has_asked = said.wanted > 0
         if self._agent is not None:
-            await self._agent.meet(said.members)
+            await self._agent.meet(said)
 
     async def forever(self) -> None:
-        """Returns only by failing, with the actor's death."""
-        await asyncio.Event().wait()
+        """Fails with the actor's death, and is asked again until it does."""
+        await asyncio.sleep(HOLD_S)
 
     async def drain(self) -> None:
         """No new leases; returns once the last one is over."""
@@ -169,7 +170,8 @@ def _kill_self() -> None:
 
 async def until_failed(actor: Any) -> None:
     try:
-        await actor.forever.remote()
+        while True:
+            await actor.forever.remote()
     except RayError:
         pass
 

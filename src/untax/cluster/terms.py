@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Protocol, Self, TypeVar
 
 from untax import __version__
-from untax.core.errors import PoolClosed, ProtocolError, SubstrateUnavailable, UsageError
+from untax.core.errors import BackendError, PoolClosed, ProtocolError, SubstrateUnavailable, UsageError
 from untax.remote.engine import RemoteSubstrate
 
 DEFAULT_NAME = "untax"
@@ -240,10 +240,30 @@ def down(name: str) -> PoolClosed:
     return PoolClosed(f"the fleet {name!r} was taken down; bring it up again with untax.Fleet() or `untax fleet up`, and get a new handle")
 
 
+def elsewhere(name: str, there: str, address: str) -> UsageError:
+    return UsageError(
+        f"this process is connected to the Ray cluster at {there}, and this handle is of a fleet {name!r} on that at {address}: "
+        "ray.shutdown() first, or get a handle of this one's (Fleet.current())"
+    )
+
+
+def silent(name: str) -> BackendError:
+    return BackendError(
+        "",
+        f"no node of the fleet {name!r} that this handle knows of answers, nor does Ray's head: see that it runs (`ray status`), and ask again",
+    )
+
+
 def stranger(name: str, member: Member, exc: UsageError) -> UsageError:
     return UsageError(
         f"node {member.name}: {exc}. This handle is not of the fleet {name!r} that runs there now: get a new handle of it "
         "(Fleet.current(), or from the program that brought it up); if it is a new one, set this machine's clock"
+    )
+
+
+def empty(name: str) -> SubstrateUnavailable:
+    return SubstrateUnavailable(
+        "", f"no node was in the fleet {name!r} when this handle was made: get a new handle once `untax fleet status` shows one"
     )
 
 

@@ -25,6 +25,8 @@ from untax.pool.nodes import NodeView, Ranked, rank, unfit
 _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
 _USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to be usual
 _MOST_LADDERS = 4096
+_DOUBT_S, _SLOWER = 60.0, 2.0  # until a node is tried again whose sandboxes took so many times longer than the quickest node's
+_LACKING_S = 30.0  # until a node is asked again that had no such image
 _FORESEEN_S = 1.0  # what was found ahead holds for so long, while nothing else is heard: stages that are being built come nearer
 
 _NUMBERS = ("most_starting", "waiting", "cpus", "busy", "filled")
@@ -70,6 +72,10 @@ class _Node:
         self.refusals = 0
         self.avoided_until_s = -math.inf
         self.is_told = False
+        self.create_told_s = math.inf
+        """When it last said how long a sandbox takes there."""
+        self.create_s: float | None = None
+        """What that was, while it is doubted."""
 
     def take(self, part: Mapping[str, Any], now_s: float) -> None:
         view = self.view
@@ -138,6 +144,7 @@ class Views:
         self._nodes: dict[str, _Node] = {}
         self._usual = Costs()
         self._ladders: OrderedDict[_Asked, dict[str, tuple[Stage, ...]]] = OrderedDict()
+        self._lacking: OrderedDict[tuple[_Asked, str], tuple[float, str]] = OrderedDict()  # until when, and what they said
         self._version = 0  # of all of this
         self._foreseen: _Foreseen | None = None
 
@@ -190,8 +197,17 @@ class Views:
             self._usual.hear(by_name, by_key, weight=_USUAL_WEIGHT)
         except (AttributeError, TypeError, ValueError) as exc:
             raise ProtocolError(f"a view of node {node} that is none: {exc!r}") from exc
+        if "create" in by_name:
+            one.create_told_s, one.create_s = now_s, None
         one.view.trouble = ""
         one.correct()
+
+    def used_up(self, spec: EnvSpec, node: str) -> None:
+        """Nothing is idle there for this, until it says otherwise."""
+        one, stages = self._nodes.get(node), self._ladders.get(_asked(spec), {}).get(node) or self.ladder(spec)
+        if one is not None and stages and one.idle.pop(stages[-1].key, 0):
+            self._version += 1
+            one.correct()
 
     def view(self, node: str) -> NodeView | None:
         """As it is taken to be now."""
@@ -214,23 +230,41 @@ class Views:
 
     def is_known(self, spec: EnvSpec) -> bool:
         """Whether nobody has to be asked for its rungs any more."""
-        known = self._ladders.get(_asked(spec))
-        return bool(known) and not self._unasked(known or {})
+        asked = _asked(spec)
+        return bool(self._ladders.get(asked)) and not self._unasked(asked)
 
     def unasked(self, spec: EnvSpec) -> list[str]:
         """The nodes that know its rungs by keys of their own, and were not asked for them."""
-        return self._unasked(self._ladders.get(_asked(spec), {}))
+        return self._unasked(_asked(spec))
 
-    def _unasked(self, known: Mapping[str, tuple[Stage, ...]]) -> list[str]:
+    def _unasked(self, asked: _Asked) -> list[str]:
+        known = self._ladders.get(asked, {})
         if len(known) >= len(self._nodes) or any(stages[-1].is_portable for stages in known.values()):
             return []
-        return [node for node, one in self._nodes.items() if node not in known and not one.view.is_draining and not one.view.trouble]
+        answered = known.keys() | self._lack(asked).keys()
+        return [node for node, one in self._nodes.items() if node not in answered and not one.view.is_draining and not one.view.trouble]
+
+    def lacks(self, spec: EnvSpec, node: str, why: str) -> None:
+        """There is no such image on its machine. It may come to be there: it is passed over for a while."""
+        self._version += 1
+        self._lacking[_asked(spec), node] = self._clock() + _LACKING_S, why
+        self._ladders.get(_asked(spec), {}).pop(node, None)
+        if len(self._lacking) > _MOST_LADDERS:
+            self._lacking.popitem(last=False)
+
+    def _lack(self, asked: _Asked) -> dict[str, str]:
+        """Who lacks it now, in their words."""
+        if not self._lacking:  # as nearly always
+            return {}
+        found = {node: self._lacking.get((asked, node), (-math.inf, "")) for node in self._nodes}
+        return {node: why for node, (until_s, why) in found.items() if self._clock() < until_s}
 
     def learnt(self, spec: EnvSpec, node: str, stages: tuple[Stage, ...]) -> None:
         """Which stages `node` puts in place for a spec: it was asked, or a lease has shown."""
         if node not in self._nodes:
             return
         key = _asked(spec)
+        self._lacking.pop((key, node), None)
         known = self._ladders.get(key)
         if known is None:
             known = self._ladders[key] = {}
@@ -246,15 +280,18 @@ class Views:
 
     def rank(self, spec: EnvSpec, *, most: int | None = None) -> list[Ranked]:
         """Where a lease of this spec could go, best first; with `most`, so many of them. Empty while its rungs were not learnt."""
-        known = self._ladders.get(_asked(spec))
+        asked = _asked(spec)
+        known = self._ladders.get(asked)
         if not known:
             return []
-        now_s = self._clock()
+        now_s, lack = self._clock(), self._lack(asked)
         for one in self._nodes.values():
             one.view.avoided_s = max(0.0, one.avoided_until_s - now_s)
+            if now_s > one.create_told_s + _DOUBT_S:
+                self._doubt(one)
         return rank(
             next(iter(known.values())),
-            [one.view for one in self._nodes.values()],
+            [one.view for node, one in self._nodes.items() if node not in lack],
             here=self.here,
             isolation=spec.isolation,
             memory_mib=spec.limits.memory_mib,
@@ -264,6 +301,16 @@ class Views:
             salt=self._salt,
             most=most,
         )
+
+    def _doubt(self, one: _Node) -> None:
+        """A node that is never asked never measures again: what took long there once is held to be as quick as elsewhere, for one lease."""
+        known = [cost for other in self._nodes.values() if (cost := other.view.costs.known("create")) is not None]
+        own, least = one.view.costs.known("create"), min(known, default=0.0)
+        one.create_told_s = self._clock()
+        if own is not None and own > _SLOWER * least:
+            one.create_told_s, one.create_s = math.inf, own
+            one.view.costs.hear({"create": least}, {})
+            self._version += 1
 
     def foresee(self, spec: EnvSpec) -> None:
         """Have the best for a lease of `spec` ready, with its words: for who has nothing else to do, before the next one is asked for."""
@@ -285,7 +332,7 @@ class Views:
     def left_out(self, spec: EnvSpec) -> dict[str, str]:
         """The nodes that cannot take it, and why."""
         reasons = {node: unfit(one.view, isolation=spec.isolation, memory_mib=spec.limits.memory_mib) for node, one in self._nodes.items()}
-        return {node: reason for node, reason in reasons.items() if reason is not None}
+        return {node: reason for node, reason in reasons.items() if reason is not None} | self._lack(_asked(spec))
 
     # ---- what came of it ----
 
@@ -297,6 +344,9 @@ class Views:
         claim = Claim(ranked.node, key, choice.kind == "exact", building, memory_mib, self._clock())
         self._version += 1
         one = self._nodes[ranked.node]
+        if one.create_s is not None:  # if it is no longer so, the node says so
+            one.view.costs.hear({"create": one.create_s}, {})
+            one.create_told_s, one.create_s = self._clock(), None
         one.claims.append(claim)
         one.correct()
         return claim

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from untax.cluster.elsewhere import named
 from untax.core.errors import UntaxError
 from untax.core.spec import EnvSpec
 
@@ -29,13 +30,26 @@ class Warming:
         self._spreading: set[asyncio.Task[None]] = set()
 
     async def warm(self, spec: EnvSpec, n: int) -> None:
-        """That many in all, from now on. Raises what a node raised; nodes that come later then get their share of what was wanted before."""
-        nodes = self._usable()
-        await asyncio.gather(*(node.warm(spec, share) for node, share in _shares(nodes, n)))
+        """That many in all, from now on. The share of a node that cannot goes to the others; raises what the first said when none can, and
+        then what was wanted before holds. That none are wanted any more has to reach every node, or is raised.
+        """
+        nodes = able = list(self._usable())
+        if n == 0:
+            self._wanted.pop(spec, None)
+        while able:
+            found = await asyncio.gather(*(node.warm(spec, share) for node, share in _shares(able, n)), return_exceptions=True)
+            failed = [(node, exc) for node, exc in zip(able, found, strict=True) if exc is not None]
+            for node, exc in failed:
+                if not isinstance(exc, UntaxError):
+                    raise exc
+                if len(failed) == len(able) or n == 0:
+                    raise named(node.label, exc) from exc
+                log.warning("node %s keeps none of %s ready, the others have its share: %s", node.label, spec.image, exc)
+            if not failed:
+                break
+            able = [node for node, exc in zip(able, found, strict=True) if exc is None]
         if n:
             self._wanted[spec] = n
-        else:
-            self._wanted.pop(spec, None)
         self._over = frozenset(nodes)
         self.changed()  # somebody may have come meanwhile
 

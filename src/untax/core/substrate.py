@@ -113,7 +113,10 @@ def said_together(limits: Iterable[Unenforced]) -> list[tuple[str, str, str]]:
 
 @runtime_checkable
 class Enforcing(Protocol):
-    """A sandbox that says which of its limits are not enforced. One without this ability enforces them all."""
+    """A sandbox that says which of its limits are not enforced. One without this ability enforces them all.
+
+    A substrate, once started, may say it of all its sandboxes as far as it knows before it has made one.
+    """
 
     @property
     def unenforced(self) -> Sequence[Unenforced]: ...

@@ -16,12 +16,14 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def blocking(work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
-    """Run `work` in a thread and wait for its end even when cancelled; what it gave then is nobody's, and is undone."""
+async def blocking(work: Callable[[], T], *, undo: Callable[[T], object] | None = None, stop: Callable[[], object] | None = None) -> T:
+    """Run `work` in a thread and wait for its end even when cancelled, which `stop` may bring about sooner; what it gave then is nobody's, and is undone."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
+        if stop is not None:
+            stop()
         await ended(running)
         if undo is not None and not running.cancelled() and running.exception() is None:
             undo(running.result())

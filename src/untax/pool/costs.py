@@ -7,6 +7,7 @@ operation. A stage that comes from another node costs something else than one th
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from untax.core.stage import Stage
 Operation = Literal["create", "bind", "reset"]
 
 _WEIGHT = 0.2  # of the newest measurement: after ten, nine tenths of what is expected is theirs
+_OUTLIER = 4.0  # times less than expected: then it is half forgotten at once, or a sandbox that took 2 s once would be expected to take 1.5 s next time
 _VERSION = 1
 _MOST_KEYS = 4096  # of single stages; the ones not measured for longest are forgotten first
 # Seconds, before anything was measured: a sandbox of our own, a clone, an installation, an image that is pulled.
@@ -152,4 +154,8 @@ def _seconds(value: object) -> float:
 
 
 def _blend(before: float | None, seconds: float) -> float:
-    return seconds if before is None else before + _WEIGHT * (seconds - before)
+    if before is None:
+        return seconds
+    if seconds < before / _OUTLIER:  # what was expected came of a moment in which everything was slow, the first one as a rule
+        return math.sqrt(before * seconds)
+    return before + _WEIGHT * (seconds - before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -117,9 +117,20 @@ def together(name: str, pools: Sequence[PoolStatus]) -> PoolStatus:
     memory = [one.most_memory_mib for one in pools]
     return PoolStatus(
         substrate=f"{name}: {', '.join(sorted({one.substrate for one in pools})) or 'nothing leased yet'}",
-        stages=tuple(stage for one in pools for stage in one.stages),
+        stages=_merged(stage for one in pools for stage in one.stages),
         most_memory_mib=None if None in memory or not memory else sum(one for one in memory if one is not None),
         create_s=max((one.create_s for one in pools), default=0.0),
         bind_s=max((one.bind_s for one in pools), default=0.0),
         **{name: sum(getattr(one, name) for one in pools) for name in names},
     )
+
+
+def _merged(stages: Iterable[StageStatus]) -> tuple[StageStatus, ...]:
+    """One row for each stage, however many pools have it."""
+    found: dict[str, StageStatus] = {}
+    for stage in stages:
+        if (before := found.get(stage.key)) is not None:
+            counts = {name: getattr(before, name) + getattr(stage, name) for name in ("idle", "leased", "making", "waiting", "target")}
+            stage = replace(before, cost_s=max(before.cost_s, stage.cost_s), **counts)
+        found[stage.key] = stage
+    return tuple(found.values())

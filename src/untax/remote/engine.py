@@ -81,6 +81,8 @@ class RemoteEngine(Leasing):
         self._watching = {"is_resting": False}
         self._hand: Hand | None = None
         """None where channels come over the connection itself: who has one of those asks for each."""
+        self.on_nothing_ahead: Callable[[EnvSpec], None] | None = None
+        """Told when the next lease of this was wanted with the end of one, and nothing was idle for it."""
 
     # ---- its own life ----
 
@@ -308,7 +310,7 @@ class RemoteEngine(Leasing):
             raise SandboxLost("", "it died in hand")
         box = self.box_class(self, request, given.lease_id, asked_ns, given.reply, is_ahead=True)
         try:
-            if asyncio.get_running_loop().time() > given.at_s + FRESH_S:
+            if asyncio.get_running_loop().time() > given.answered_s + FRESH_S:
                 await box.prove(_PROOF_S if request.wait_s is None else min(request.wait_s, _PROOF_S))
             self._check_running()
             box._live()  # its end may have come with its answer
@@ -353,10 +355,12 @@ class RemoteEngine(Leasing):
         if reply.body.get("sandbox") is None:
             hand.failed()
             reply.discard()
+            if self.on_nothing_ahead is not None:
+                self.on_nothing_ahead(request.spec)
         else:
-            # Since its answer to the server; the way here may have taken its time too.
-            age_s = float(reply.body.get("age_s", 0.0)) + (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9
-            hand.keep(request, next_id, reply, drops, age_s=max(0.0, age_s))
+            late_s = (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9  # the way here may have taken its time
+            silent_s = float(reply.body.get("silent_s", 0.0))
+            hand.keep(request, next_id, reply, drops, silent_s=max(0.0, silent_s), late_s=max(0.0, late_s))
 
     async def _give_back(self, lease_id: str, *, is_unused: bool = False) -> None:
         """A lease that could not be taken, or that nobody asked for."""

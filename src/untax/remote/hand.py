@@ -17,8 +17,9 @@ from untax.core.spec import EnvSpec
 from untax.leases import Request
 from untax.remote.connection import Reply
 
-_IN_A_ROW = 3  # leases of one thing, each soon after the end of another, before the next one is asked for ahead
-_SOON_S = 0.1
+_IN_A_ROW = 3  # leases of one thing, each so soon after the end of another, before the next one is asked for ahead
+_NEXT_S = 0.5  # in which a worker has scored one rollout and begins another
+_SOON_S = 0.1  # for which a worker that has given a lease up is taken to be about to ask for the next
 _KEPT_S = 1.0
 """A second of an idle sandbox is what a worker may cost that has stopped leasing."""
 _MOST = 64
@@ -31,8 +32,9 @@ class Given:
 
     lease_id: str
     reply: Reply
-    at_s: float
-    """When it was given: its server had just seen that it lives."""
+    answered_s: float
+    """When its server asked it for the answer that proved that it lives, or later."""
+    given_s: float
 
 
 class Hand:
@@ -59,7 +61,7 @@ class Hand:
         if wanted != self._for:
             self.drop()
             self._for, self._in_a_row = wanted, 0
-        elif self._loop.time() <= self._ended_s + _SOON_S:
+        elif self._loop.time() <= self._ended_s + _NEXT_S:
             self._in_a_row += 1
         else:
             self._in_a_row = 0
@@ -102,10 +104,13 @@ class Hand:
         """How often everything was given back: what was asked for before is not kept after it."""
         return self._drops
 
-    def keep(self, request: Request, lease_id: str, reply: Reply, drops: int, *, age_s: float = 0.0) -> None:
-        """It came; `drops` is what it was when that was asked for, and it was given so long ago: who was busy meanwhile may be late for it."""
+    def keep(self, request: Request, lease_id: str, reply: Reply, drops: int, *, silent_s: float = 0.0, late_s: float = 0.0) -> None:
+        """It came; `drops` is what it was when that was asked for. It had not answered for `silent_s` when it was given, `late_s` ago: who was
+        busy meanwhile may be late for it.
+        """
         self._coming -= 1
-        given = Given(lease_id, reply, self._loop.time() - age_s)
+        given_s = self._loop.time() - late_s
+        given = Given(lease_id, reply, given_s - silent_s, given_s)
         if drops != self._drops or self._is_closed or (request.spec, request.ttl_s) != self._for:
             self._let_go(given)
             return
@@ -141,8 +146,8 @@ class Hand:
         self._timer = None
         self._drop_old()
         if self._given:
-            self._timer = self._loop.call_at(self._given[0].at_s + _KEPT_S, self._look)
+            self._timer = self._loop.call_at(self._given[0].given_s + _KEPT_S, self._look)
 
     def _drop_old(self) -> None:
-        while self._given and self._given[0].at_s + _KEPT_S <= self._loop.time():
+        while self._given and self._given[0].given_s + _KEPT_S <= self._loop.time():
             self._let_go(self._given.popleft())

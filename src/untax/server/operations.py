@@ -79,10 +79,10 @@ class Operations:
         engine = self._engine
         lease_id = args.text("lease")
         late = Bindings(files=args.mapping("files"), wait_s=args.number_or_none("wait_s"), ttl_s=args.number("ttl_s"))
-        request = replace(checked(engine.offer, args.spec(), late), on_asked=asked)
+        may_refuse = args.truth_or_false("may_refuse")
+        request = replace(checked(engine.offer, args.spec(), late), on_asked=asked, may_refuse=may_refuse)
         snapshot_id = args.text_or_none("snapshot")
         owner.gate.admit(request.spec)
-        may_refuse = args.truth_or_false("may_refuse")
         if (trouble := engine.trouble(request)) is not None:
             self._recall()
             if may_refuse:
@@ -187,7 +187,7 @@ class Operations:
             return Outcome({})
         given.body["slot"] = slot
         if (box := owner.leases.get(lease_id)) is not None and box.standby is not None:
-            given.body["age_s"] = asyncio.get_running_loop().time() - box.standby.answered_s
+            given.body["silent_s"] = asyncio.get_running_loop().time() - box.standby.answered_s
         return given
 
     def _may_give(self, owner: Owner) -> bool:

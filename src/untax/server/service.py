@@ -114,7 +114,7 @@ class Service:
         """From here on there are no new leases; the clients are told."""
         self.is_draining = True
         self.operations.gives_ahead = False
-        self.views.changed()
+        self.views.changed_for_all()
         for session in list(self.sessions):
             session.say({"event": "draining"})
         self.recall()

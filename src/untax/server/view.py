@@ -102,10 +102,7 @@ class Views:
         if told is not None and told.request_id == request_id:
             if told.is_resting and not is_resting:
                 told.at_s = -math.inf
-                if self._timer is not None:  # it may be one for those who rest
-                    self._timer.cancel()
-                    self._timer = None
-                self.changed()
+                self.changed_for_all()
             told.is_resting = is_resting
             return
         is_first = not self._watchers
@@ -128,6 +125,17 @@ class Views:
         if self._timer is None and self._watchers:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(max(_FIRST_S, self._pushed_s + PUSH_S - loop.time()), self._due)
+
+    def changed_for_all(self) -> None:
+        """The same, also for who rests. What is to be told sooner stays so, however many ask for it."""
+        if self._watchers:
+            loop = asyncio.get_running_loop()
+            due_s = max(loop.time() + _FIRST_S, self._pushed_s + PUSH_S)
+            if self._timer is not None and self._timer.when() > due_s:
+                self._timer.cancel()
+                self._timer = None
+            if self._timer is None:
+                self._timer = loop.call_at(due_s, self._due)
 
     def close(self) -> None:
         self._watchers.clear()

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from untax.core.errors import UntaxError
@@ -83,18 +83,29 @@ class Peers:
     token: str = field(repr=False)
     tls: ssl.SSLContext | None = None
     """Trusts the fleet's authority and nobody else."""
+    name: str = ""
+    """Of the fleet."""
     known: tuple[Peer, ...] = ()
+    out: tuple[NodeStatus, ...] = ()
+    """Nodes of the cluster that are not in the fleet, with the reason."""
+    wanted: int = 0
+    """How many nodes more Ray's autoscaler was asked for."""
 
-    def meet(self, peers: Sequence[Peer]) -> None:
+    def meet(self, peers: Sequence[Peer], out: Sequence[NodeStatus] = (), wanted: int = 0) -> None:
         """These are in it from here on, and no others."""
         self.known = tuple(sorted(peers, key=lambda one: (one.name, one.node_id)))
+        self.out = tuple(out)
+        self.wanted = wanted
 
     async def statuses(self) -> list[NodeStatus]:
-        return await self._of_each(self._status)
+        """Those that are out come last."""
+        return [*await self._of_each(self._status), *self.out]
 
     async def metrics(self) -> str:
-        """Of all nodes; `untax_node_up` tells which of them did not say."""
-        return exposition.merged(await self._of_each(self._metrics))
+        """Of all that are in it; `untax_node_up` tells which of them did not say."""
+        called = labels(self.known)
+        said = await self._of_each(self._metrics)
+        return exposition.merged((called[peer.node_id], text) for peer, text in zip(self.known, said, strict=True))
 
     async def _of_each(self, ask: Callable[[Peer], Awaitable[T]]) -> list[T]:
         return list(await asyncio.gather(*map(ask, self.known)))
@@ -116,12 +127,12 @@ class Peers:
         except (KeyError, TypeError, ValueError) as exc:
             return replace(known, trouble=f"it says nothing that this release understands: {exc!r}")
 
-    async def _metrics(self, peer: Peer) -> tuple[str, str]:
+    async def _metrics(self, peer: Peer) -> str:
         try:
             text, is_up = (await get(self._address(peer), METRICS, timeout_s=_ASK_S)).decode(errors="replace"), 1
         except UntaxError:
             text, is_up = "", 0
-        return peer.name, f"# HELP untax_node_up 1 where the node said how it is\n# TYPE untax_node_up gauge\nuntax_node_up {is_up}\n{text}"
+        return f"# HELP untax_node_up 1 where the node said how it is\n# TYPE untax_node_up gauge\nuntax_node_up {is_up}\n{text}"
 
     def _address(self, peer: Peer) -> WebAddress:
         parts = urlsplit(peer.url)
@@ -129,6 +140,20 @@ class Peers:
         assert self.tls is not None or not is_secure
         port = parts.port or (443 if is_secure else 80)
         return WebAddress(parts.hostname or "", port, is_secure, token=self.token, tls=self.tls)
+
+
+class _Called(Protocol):
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+
+
+def labels(nodes: Iterable[_Called]) -> dict[str, str]:
+    """What each is called, by its id: its name, unless there is another of that name. Ledgers call them the same."""
+    names = {one.node_id: one.name for one in nodes}
+    shared = list(names.values())
+    return {node_id: f"{name} ({node_id[:8]})" if shared.count(name) > 1 else name for node_id, name in names.items()}
 
 
 def own_status(hosting: Hosting) -> dict[str, Any]:

@@ -143,6 +143,11 @@ class ContainerSubstrate:
             "(systemctl enable --now docker.socket, or podman.socket), or name the socket with socket=…"
         )
 
+    @property
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        """As far as the container engine has said by now; whether it limits disks is known with the first container."""
+        return self._lacking if self._has_disk_limit else (*self._lacking, _DISK)
+
     def evidence(self) -> Sequence[str]:
         found = self._find()
         if isinstance(found, str):
@@ -291,9 +296,8 @@ class ContainerSubstrate:
         except BaseException:
             del self._live[sandbox_id]
             raise
-        unenforced = self._lacking if self._has_disk_limit else (*self._lacking, _DISK)
         sandbox = ContainerSandbox(
-            self.api, self._starting, sandbox_id, container, tenant.user, tenant.facts, unenforced, _READY_S, self._forget
+            self.api, self._starting, sandbox_id, container, tenant.user, tenant.facts, self.unenforced, _READY_S, self._forget
         )
         self._live[sandbox_id] = sandbox
         return sandbox

@@ -26,7 +26,7 @@ from untax._remove import remove_tree
 from untax.core.errors import BackendError, SubstrateUnavailable, UntaxError, UsageError
 from untax.core.root import Root
 from untax.core.spec import EnvSpec, require_duration
-from untax.core.substrate import Export, Typical
+from untax.core.substrate import Export, Typical, Unenforced
 from untax.substrates._chains import Chains
 from untax.substrates._container_images import cell_layer
 from untax.substrates._gvisor_bundle import Wanted, config
@@ -110,6 +110,11 @@ class GvisorSubstrate:
         if path is None:
             return f"no {self._given or 'runsc'} found; install it (https://gvisor.dev/docs/user_guide/install), or name it with runsc=…"
         return version_trouble(path) or userns_reason()
+
+    @property
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        """Of every sandbox of this engine; nothing is known before it is started."""
+        return () if self._groups is None else self._groups.unenforced
 
     def evidence(self) -> Sequence[str]:
         path = runsc_path(self._given)

@@ -93,6 +93,11 @@ class NamespaceSubstrate:
             lines.append("disk limits: mkfs.btrfs found" if mkfs_btrfs() else "disk limits: no mkfs.btrfs; apt install btrfs-progs")
         return lines
 
+    @property
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        """Of every sandbox of this engine; nothing is known before it is started."""
+        return self._unenforced
+
     # ---- its life ----
 
     async def start(self) -> None:

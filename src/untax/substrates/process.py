@@ -56,6 +56,8 @@ class ProcessSubstrate:
     typical = Typical(start_s=0.004, action_s=0.0002)
     binds_late: frozenset[Literal["limits", "disk", "user"]] = frozenset(("limits", "disk"))  # nobody is held to any
 
+    unenforced = _UNENFORCED
+
     def __init__(self, state_dir: Path) -> None:
         self._root = state_dir / "process"
         self._holding: Holding | None = None

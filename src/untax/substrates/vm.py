@@ -135,6 +135,11 @@ class VmSubstrate:
         found = find_kernel(self._kernel)
         return found if isinstance(found, str) else None
 
+    @property
+    def unenforced(self) -> tuple[Unenforced, ...]:
+        """Of every machine of this engine; nothing is known before it is started."""
+        return (_EMULATED,) if self._machines is not None and self._machines.host.accel == "tcg" else ()
+
     def evidence(self) -> Sequence[str]:
         qemu, kernel = qemu_path(self._qemu), find_kernel(self._kernel)
         lines = []
@@ -273,8 +278,7 @@ class VmSubstrate:
         async with self._starting:
             base = self._chains.use(root)
             started = await (machines.booted if self._is_cold else machines.restored)(sandbox_id, base, spec.limits)
-        unenforced = (_EMULATED,) if machines.host.accel == "tcg" else ()
-        sandbox = self._sandbox(started, birth, tenant.facts, unenforced)
+        sandbox = self._sandbox(started, birth, tenant.facts, self.unenforced)
         self._live[sandbox_id] = sandbox
         self._note(sandbox)
         return sandbox

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Any
 
-from untax.cluster import access, terms
+from untax.cluster import terms, tickets
 from untax.cluster.fleet import Fleet as AsyncFleet
 from untax.cluster.node import NodeEngine
 from untax.cluster.terms import Member, Refusal, Ticket
@@ -41,11 +41,21 @@ class Fleet(Engine):
     def __init__(self, address: str = "auto", **options: Any) -> None:
         self._begin(DirectFleet(address, **options))
         self._is_shared = False
+        self._starting = threading.RLock()
 
     @classmethod
     def current(cls, name: str = terms.DEFAULT_NAME) -> Fleet:
-        """Inside a task or an actor of the cluster: its fleet. `UsageError` where there is none."""
-        return _shared(access.ticket_of(name))
+        """Inside a task or an actor of the cluster: its fleet. `UsageError` where there is none. Asks for its ticket until a lease was made by it in this process."""
+        ticket, is_new = tickets.current(name)
+        fleet = _shared_by(ticket)
+        if is_new or fleet._loop is not None:
+            return fleet
+        return _shared_by(tickets.asked(name))  # of one that is not used nobody here would have heard that it is gone
+
+    @classmethod
+    def from_ticket(cls, text: str) -> Fleet:
+        """The handle of this process for the fleet that gave the ticket."""
+        return _shared(text)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -74,7 +84,8 @@ class Fleet(Engine):
         with _lock:
             for key in [key for key, fleet in _handles.items() if fleet is self]:
                 del _handles[key]
-        super().aclose()
+        with self._starting:  # or what is about to begin would be nobody's to end
+            super().aclose()
 
     close = aclose
 
@@ -92,7 +103,7 @@ class Fleet(Engine):
 
     def _running(self) -> Loop:
         if self._is_shared and self._loop is None:
-            with _lock:
+            with self._starting:  # and no lock of all handles: it may take as long as Ray does
                 if self._loop is None:
                     self._start_shared()
         return super()._running()
@@ -104,7 +115,8 @@ class Fleet(Engine):
             self.start()
         except BaseException:
             if is_new:
-                self._begin(DirectFleet.from_ticket(self._inner.ticket()))
+                assert self._inner._ticket is not None
+                self._begin(DirectFleet._of(self._inner._ticket))
             raise
 
 
@@ -113,13 +125,16 @@ _lock = threading.RLock()
 
 
 def _shared(text: str) -> Fleet:
-    """The handle of this process for the fleet that gave the ticket."""
-    ticket = Ticket.from_json(text)
+    return _shared_by(Ticket.from_json(text))
+
+
+def _shared_by(ticket: Ticket) -> Fleet:
     with _lock:
         key = (os.getpid(), ticket.name, ticket.token)
         found = _handles.get(key)
         if found is None:
             found = _handles[key] = Fleet.__new__(Fleet)
-            found._begin(DirectFleet.from_ticket(text))
+            found._begin(DirectFleet._of(ticket))
             found._is_shared = True
+            found._starting = threading.RLock()
         return found

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from untax.cli import main
 from untax.cli._fleet_table import fleet_lines
 from untax.pool.status import PoolStatus, StageStatus
@@ -59,3 +61,23 @@ def test_without_a_cluster_it_says_how_to_start_one(capsys, free_tcp_port):
 def test_an_address_that_is_none_is_wrong_usage(capsys):
     assert main(["fleet", "status", "--json", "--address", "ray://x:1"]) == 2
     assert "HOST:PORT" in json.loads(capsys.readouterr().out)["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["up", "--store-budget-mib", "-5"], "--store-budget-mib must be a whole number of MiB from 1 on, not -5"),
+        (["up", "--name", "a b"], "unlike 'a b'"),
+        (["status", "--name", "a b"], "unlike 'a b'"),
+        (["up", "--node-resources", "[1]"], "not a JSON object such as '{\"CPU\": 8}': '[1]'"),
+        (["up", "--node-resources", "eight"], "not a JSON object such as '{\"CPU\": 8}': 'eight'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_any_cluster_is_asked(capsys, free_tcp_port, words, said):
+    """There is none at this address, which would be 125."""
+    try:
+        code = main(["fleet", *words, "--json", "--address", f"127.0.0.1:{free_tcp_port}"])
+    except SystemExit as exc:
+        code = exc.code
+    found = capsys.readouterr()
+    assert code == 2 and said in (json.loads(found.out)["message"] if found.out else found.err)

@@ -10,9 +10,10 @@ import threading
 import pytest
 from tests.transfers import HOST, dialer, stores
 
+from untax import __version__
 from untax.cluster.transfer import door
 from untax.cluster.transfer.serve import Server
-from untax.cluster.transfer.wire import Peer, PeerFault
+from untax.cluster.transfer.wire import PROTOCOL, Peer, PeerFault
 
 HELLO_HEADER = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # of a TLS handshake that goes on for 512 bytes
 
@@ -71,6 +72,17 @@ class Spoken:
     def packed(self, data):
         self._tls.write(data)
         return self._out.read()
+
+    def heard(self):
+        """The next that comes."""
+        while True:
+            try:
+                return self._tls.read(65536)
+            except ssl.SSLWantReadError:
+                came = self.sock.recv(65536)
+                if not came:
+                    raise ConnectionError("it ended") from None
+                self._in.write(came)
 
 
 def message(value):
@@ -132,6 +144,58 @@ def test_whatever_is_no_hello_gets_nothing(server, trust, monkeypatch, said):
         assert ends(spoken.sock)
     assert not server._sessions
     monkeypatch.undo()
+    assert is_served(server, trust)
+
+
+def hello(**more):
+    said = {"op": "hello", "protocol": PROTOCOL, "version": __version__, "token": "the fleet's token", "node": "here", "seals": True}
+    return message({**said, **more})
+
+
+@pytest.mark.parametrize("token", [None, "another fleet's"])
+def test_no_keys_are_told_to_who_has_no_token(server, trust, token):
+    spoken = Spoken(server, trust[1])
+    with spoken.sock:
+        spoken.sock.sendall(spoken.packed(hello(token=token)))
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while True:
+                answer += spoken.heard()
+        assert b"not its fleet's token" in answer
+        assert b"keys" not in answer
+
+
+@pytest.mark.parametrize("records", [1, 2])
+def test_what_is_said_in_tls_behind_hello_ends_the_connection(server, trust, records):
+    """The node that answers leaves TLS with its answer: a question before it would be lost."""
+    spoken = Spoken(server, trust[1])
+    asked = message({"op": "stage", "key": "key"})
+    with spoken.sock:
+        if records == 1:
+            spoken.sock.sendall(spoken.packed(hello() + asked))
+        else:
+            spoken.sock.sendall(spoken.packed(hello()) + spoken.packed(asked))
+        assert ends(spoken.sock)
+    assert is_served(server, trust)
+
+
+def test_tls_goes_on_for_who_does_not_seal(server, trust):
+    spoken = Spoken(server, trust[1])
+    with spoken.sock:
+        spoken.sock.sendall(spoken.packed(hello(seals=False)))
+        assert b"keys" not in spoken.heard()
+        spoken.sock.sendall(spoken.packed(message({"op": "stage", "key": "key"})))
+        assert b"record" in spoken.heard()
+
+
+def test_who_was_told_keys_and_stays_in_tls_is_let_go(server, trust):
+    """Nothing is answered to what is not sealed."""
+    spoken = Spoken(server, trust[1])
+    with spoken.sock:
+        spoken.sock.sendall(spoken.packed(hello()))
+        assert b"keys" in spoken.heard()
+        spoken.sock.sendall(spoken.packed(message({"op": "stage", "key": "key"})))
+        assert ends(spoken.sock)
     assert is_served(server, trust)
 
 

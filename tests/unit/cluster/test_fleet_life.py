@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -16,17 +17,20 @@ from ray.exceptions import ActorDiedError
 from tests.unit.server.test_service import serving, until
 
 import untax
-from untax.cluster import access, handles, operate
+from untax.cluster import access, handles, joining, operate, tickets
 from untax.cluster import fleet as module
 from untax.cluster.fleet import Fleet
 from untax.cluster.node import NodeEngine
 from untax.cluster.plan import Plan
-from untax.cluster.terms import Member, Roll, Ticket
+from untax.cluster.terms import Member, Refusal, Roll, Ticket
 from untax.cluster.trust import Trust
 from untax.remote.boot import boot_id
 from untax.remote.engine import RemoteSubstrate
 from untax.server import view as server_view
+from untax.sync import Fleet as BlockingFleet
+from untax.sync import fleet as blocking_module
 from untax.sync.fleet import _shared as blocking_handle
+from untax.testing import LayeredFake
 
 AUTHORITY = Trust.new("life").authority.certificate
 OFFER = RemoteSubstrate("fake", "vm", "vm")
@@ -88,7 +92,7 @@ class Near:
         self.is_passed = threading.Event()
         self.trouble = []
 
-    def connect(self, address):
+    def connect(self, address, *, anywhere=False, given_up=None):
         self._pass()
         if self.trouble:
             raise self.trouble.pop()
@@ -124,7 +128,10 @@ def near(monkeypatch):
     for name in ("connect", "disconnect", "find_keeper", "start_keeper", "kill"):
         monkeypatch.setattr(access, name, getattr(near, name))
     monkeypatch.setattr(access, "own_node", lambda: "here")
-    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(blocking_module, "_handles", {})
+    monkeypatch.setattr(access, "cancel", lambda call: call.cancel())
+    for one in (module, joining):
+        monkeypatch.setattr(one, "AGAIN_S", 0.01)
     return near
 
 
@@ -207,6 +214,23 @@ def test_handles_of_one_loop_are_one_and_begin_anew_when_that_was_closed(near, e
     assert near.users == 0
 
 
+def test_a_handle_tells_who_is_in_the_fleet_as_its_loop_was_last_told(near, elsewhere):
+    """By its ticket before anybody was asked, and again when the loop is over."""
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+    handle = Fleet.from_ticket(said.to_json())
+
+    async def use():
+        assert handle.members == said.members
+        await rollout(handle)
+        near.keeper.rolls = [Roll(7, (said.members[0].drained(),), ())]
+        await until(lambda: handle.members[0].is_draining)
+        assert Fleet.from_ticket(handle.ticket()).members == handle.members
+
+    asyncio.run(use())
+    assert handle.members == said.members
+
+
 def test_a_blocking_handle_whose_first_start_failed_is_good_for_the_next(near, elsewhere):
     said = ticket(member(elsewhere.path))
     near.keeper = Keeping(said)
@@ -234,6 +258,257 @@ async def test_what_was_warmed_is_known_to_the_leases_that_follow(near, tmp_path
             for n in (1, 3, 2):
                 await fleet.warm(n=n)
                 await until(lambda n=n: list(fleet._placing.views.view("here").idle.values()) == [n])
+
+
+async def test_a_handle_knows_the_nodes_of_its_ticket_and_then_those_of_the_fleet_that_it_uses(near, tmp_path):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = Keeping(said)
+        handle = Fleet.from_ticket(said.to_json())
+        assert handle.members == said.members and not handle.refusals and not handle.wanted
+        assert await rollout(handle) == 0
+        away = Refusal("away", "away", "its clock is off")
+        near.keeper.rolls.append(Roll(1, said.members, (away,), 3))
+        await until(lambda: handle.refusals == (away,) and handle.wanted == 3)
+        assert await asyncio.to_thread(lambda: handle.members) == said.members  # where no loop is, what it began with
+        await (await handle._ready()).aclose()
+
+
+async def test_a_handle_speaks_of_the_nodes_that_its_fleet_has_now(near, tmp_path):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = Keeping(said)
+        handle = Fleet.from_ticket(said.to_json())
+        assert await rollout(handle) == 0
+        near.keeper.rolls.append(Roll(1, (), (Refusal("here", "here", "it was drained"),)))
+        await until(lambda: not handle.members)
+        for ask in (handle.prepare(untax.EnvSpec()), handle.warm(), handle.find_snapshot("none")):
+            with pytest.raises(untax.SubstrateUnavailable, match="node here: it was drained"):
+                await ask
+        await (await handle._ready()).aclose()
+
+
+async def test_a_handle_that_was_made_while_no_node_was_in_says_so():
+    empty = replace(ticket(), offer=None)
+    with pytest.raises(untax.SubstrateUnavailable, match=r"no node was in the fleet 'life' when this handle was made: get a new handle"):
+        Fleet.from_ticket(empty.to_json()).lease()
+
+
+async def test_a_handle_writes_no_ticket_for_a_lease_and_wakes_its_fleet_for_it(near, tmp_path, monkeypatch):
+    """Which takes 23 ms with 500 nodes."""
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = Keeping(said)
+        handle = Fleet.from_ticket(said.to_json())
+        monkeypatch.setattr(Ticket, "to_json", lambda self: pytest.fail("not for a lease"))
+        assert await rollout(handle) == 0
+        stirred = []
+        shared = await handle._ready()
+        monkeypatch.setattr(shared._placing, "stir", lambda: stirred.append(True))
+        assert await rollout(handle) == 0
+        assert stirred
+        await shared.aclose()
+
+
+async def test_a_snapshot_of_an_engine_in_a_process_of_its_own_is_not_copied(near, tmp_path):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        near.keeper = Keeping(said)
+        async with (
+            untax.Engine(LayeredFake(tmp_path / "fake"), state_dir=tmp_path / "own") as engine,
+            Fleet.from_ticket(said.to_json()) as fleet,
+        ):
+            async with engine.lease() as box:
+                snapshot = await box.snapshot()
+            with pytest.raises(untax.UsageError, match=rf"snapshot {snapshot.id} is not on a node of the fleet"):
+                await fleet.copy(snapshot, "here")
+
+
+# ---- the cluster's own ----
+
+
+@pytest.fixture
+def asked(near, monkeypatch):
+    """How often whoever keeps the fleet was asked for a ticket."""
+    times = []
+
+    def ticket_of(name):
+        times.append(name)
+        if near.keeper is None:
+            raise untax.UsageError(f"there is no fleet {name!r}")
+        return near.keeper.said.to_json()
+
+    monkeypatch.setattr(access, "ticket_of", ticket_of)
+    monkeypatch.setattr(tickets, "_kept", {})
+    return times
+
+
+def test_whoever_keeps_the_fleet_is_asked_once_in_a_process(near, elsewhere, asked):
+    near.keeper = Keeping(ticket(member(elsewhere.path)))
+    for _ in range(3):
+        assert asyncio.run(rollout(Fleet.current("life"))) == 0
+    assert asked == ["life"]
+
+
+def test_so_it_is_by_blocking_tasks(near, elsewhere, asked):
+    near.keeper = Keeping(ticket(member(elsewhere.path)))
+    for _ in range(3):
+        with BlockingFleet.current("life").lease() as box:
+            assert box.run(["true"]).exit_code == 0
+    assert asked == ["life"]
+    fleet = BlockingFleet.current("life")
+    fleet.aclose()
+    other = BlockingFleet.current("life")  # nobody would have heard of its end
+    assert other is not fleet and len(asked) == 2
+    other.aclose()
+
+
+def test_a_ticket_of_a_fleet_that_is_gone_is_forgotten_and_another_asked_for(near, elsewhere, asked):
+    near.keeper = Keeping(ticket(member(elsewhere.path)))
+    assert asyncio.run(rollout(Fleet.current("life"))) == 0
+    near.keeper = Keeping(replace(ticket(member(elsewhere.path), authority="of another"), token="another"))
+    assert asyncio.run(rollout(Fleet.current("life"))) == 0
+    assert len(asked) == 2
+    near.keeper = None
+    with pytest.raises(untax.UsageError, match="there is no fleet 'life'"):
+        asyncio.run(rollout(Fleet.current("life")))
+    with pytest.raises(untax.UsageError, match="there is no fleet 'life'"):
+        Fleet.current("life")
+
+
+async def test_so_it_is_by_who_enters_it_itself(near, tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(access, "is_another", lambda there, address: False)
+    async with serving(tmp_path):
+        near.keeper = Keeping(ticket(member(tmp_path / "s.sock")))
+        async with Fleet.current("life") as fleet:
+            assert await rollout(fleet) == 0
+        near.keeper = Keeping(replace(ticket(member(tmp_path / "s.sock"), authority="of another"), token="another"))
+        for _ in range(2):
+            async with Fleet.current("life") as fleet:
+                assert await rollout(fleet) == 0
+        assert len(asked) == 2
+        outdated = ticket(member(tmp_path / "s.sock")).to_json()
+        with pytest.raises(untax.PoolClosed, match="there is another of this name now"):
+            await Fleet.from_ticket(outdated).start()  # whoever names a fleet means that one
+        assert len(asked) == 2
+
+
+async def test_a_fleet_that_is_taken_down_while_it_is_used_is_asked_for_anew(near, tmp_path, asked):
+    async with serving(tmp_path):
+        near.keeper = first = Keeping(ticket(member(tmp_path / "s.sock")))
+        handle = Fleet.current("life")
+        assert await rollout(handle) == 0
+        near.keeper, first.is_dead = Keeping(replace(ticket(member(tmp_path / "s.sock"), authority="of another"), token="another")), True
+        shared = handles.there(handle._key)
+        await until(lambda: shared._down is not None)
+        with pytest.raises(untax.PoolClosed, match="there is another of this name now"):
+            await rollout(handle)  # it was the other's
+        fresh = Fleet.current("life")
+        assert await rollout(fresh) == 0
+        assert len(asked) == 2
+        await shared.aclose()
+        await (await fresh._ready()).aclose()
+
+
+async def test_a_ticket_that_is_kept_has_the_nodes_that_were_told_of_since(near, tmp_path, asked):
+    async with serving(tmp_path):
+        here, later = member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "later")
+        near.keeper = Keeping(ticket(here))
+        handle = Fleet.current("life")
+        assert await rollout(handle) == 0
+        near.keeper.rolls.append(Roll(1, (here, later), ()))
+        await until(lambda: len(handle.members) == 2)
+        assert {one.node_id for one in Fleet.current("life").members} == {"here", "later"}
+        assert tickets.current("life")[0].members == (here, later)
+        await (await handle._ready()).aclose()
+
+
+# ---- Ray's head is away ----
+
+
+async def test_a_handle_begins_with_the_nodes_of_its_ticket_while_rays_head_is_away(near, tmp_path, monkeypatch):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"))
+        there, near.keeper = Keeping(said), None
+        is_away = threading.Event()
+
+        def find_keeper(name):
+            if not is_away.is_set():
+                raise access.away(TimeoutError("timeout in getting the actor handle"))
+            return there
+
+        monkeypatch.setattr(access, "find_keeper", find_keeper)
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            assert await rollout(fleet) == 0
+            is_away.set()
+            there.rolls.append(Roll(1, said.members, (), 2))
+            await until(lambda: fleet.wanted == 2)
+
+
+async def test_where_none_of_them_answers_either_that_is_said(near, tmp_path, monkeypatch):
+    monkeypatch.setattr(access, "find_keeper", failing_now(access.away(TimeoutError("timeout"))))
+    with pytest.raises(untax.BackendError, match=r"no node of the fleet 'life' .* answers, nor does Ray's head: .*`ray status`"):
+        await Fleet.from_ticket(ticket(member(tmp_path / "nobody")).to_json()).start()
+    with pytest.raises(untax.BackendError, match=r"Ray's head does not answer"):
+        await Fleet.from_ticket(ticket().to_json()).start()
+    assert near.users == 0
+
+
+def failing_now(exc):
+    def fail(*_):
+        raise exc
+
+    return fail
+
+
+# ---- another cluster ----
+
+
+async def test_a_handle_in_a_process_of_another_cluster_says_so(near, monkeypatch, tmp_path):
+    monkeypatch.setattr(access, "connect", lambda address, **_: setattr(near, "users", near.users + 1) or "elsewhere:1")
+    monkeypatch.setattr(access, "is_another", lambda there, address: there != address)
+    for keeper in (None, Keeping(ticket(authority="of another"))):
+        near.keeper = keeper
+        with pytest.raises(
+            untax.UsageError, match=r"connected to the Ray cluster at elsewhere:1, and this handle is of a fleet 'life' on that at head:1"
+        ):
+            await Fleet.from_ticket(ticket(member(tmp_path / "nobody")).to_json()).start()
+    assert near.users == 0
+
+
+# ---- blocking handles ----
+
+
+def test_a_blocking_handle_is_made_of_a_ticket_as_an_unpickled_one_is(near, elsewhere):
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+    handle = BlockingFleet.from_ticket(said.to_json())
+    assert handle is blocking_handle(said.to_json()) and handle.members == said.members
+    with handle.lease() as box:
+        assert box.run(["true"]).exit_code == 0
+    handle.aclose()
+
+
+def test_a_handle_that_waits_for_ray_keeps_no_other_from_being_unpickled(near, elsewhere):
+    said = ticket(member(elsewhere.path))
+    near.keeper = Keeping(said)
+    near.gate.clear()
+    first = blocking_handle(said.to_json())
+    using = threading.Thread(target=lambda: first.acquire().release())
+    using.start()
+    try:
+        assert near.is_waited_for.wait(30)
+        made = []
+        other = threading.Thread(target=lambda: made.append(blocking_handle(replace(said, token="another").to_json())))
+        other.start()
+        other.join(5)
+        assert made and made[0] is not first
+    finally:
+        near.gate.set()
+        using.join()
+        first.aclose()
+    made[0].aclose()
+    assert near.users == 0
 
 
 # ---- fleets that follow each other under one name ----
@@ -317,7 +592,7 @@ async def test_a_start_that_is_cancelled_while_it_connects_to_ray_lets_go_of_it(
 
 @pytest.mark.parametrize("begin", [lambda: Fleet(name="life").start(), lambda: entered(operate.up("auto", Plan("life")))])
 async def test_a_start_that_is_cancelled_while_the_keeper_is_made_takes_it_down(near, begin, monkeypatch):
-    monkeypatch.setattr(access, "connect", lambda address: setattr(near, "users", near.users + 1) or address)
+    monkeypatch.setattr(access, "connect", lambda address, **_: setattr(near, "users", near.users + 1) or address)
     await cancelled(near, begin())
     assert near.users == 0
     assert near.keeper.was_taken_down and near.killed == [near.keeper]

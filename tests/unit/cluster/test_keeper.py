@@ -451,3 +451,53 @@ async def test_agents_take_back_what_a_keeper_that_is_no_more_has_asked_for(ray,
     await until(lambda: actor._has_asked)
     there.die()
     await until(lambda: ray.asked[-1] == [])
+
+
+# ---- clients that wait for changes ----
+
+
+async def test_who_waits_for_a_change_is_answered_after_a_while_and_asks_again(ray, monkeypatch):
+    """Nobody tells of a client that has died: what it asked for would stay for ever, and one day nothing else would begin."""
+    monkeypatch.setattr(actors, "HOLD_S", 0.05)
+    ray.join("a")
+    there = keeper(ray)
+    known = await roll_of(there)
+    assert await there.members.remote(known.version) == ""
+    assert there.actor._waiting == 0
+    await there.forever.remote()
+    monkeypatch.setattr(actors, "HOLD_S", 60.0)
+    waiting = there.members.remote(known.version)
+    ray.join("b")
+    assert Roll.from_json(await waiting).version > known.version
+
+
+async def test_no_more_wait_than_leave_room_for_other_calls(ray):
+    ray.join("a")
+    there = ray.make(Keeper, Plan(NAME), TRUST, "head:1", 2, name=keeper_name(NAME))
+    known = await roll_of(there)
+    waiting = [there.members.remote(known.version) for _ in range(2)]
+    await until(lambda: there.actor._waiting == 2)
+    assert await there.members.remote(known.version) == ""
+    ray.join("b")
+    assert all(Roll.from_json(one).version > known.version for one in await asyncio.gather(*waiting))
+
+
+async def test_a_node_is_watched_for_as_long_as_it_lives(ray, monkeypatch):
+    """The call by which its death is noticed ends now and then, and is made again."""
+    monkeypatch.setattr(resident, "HOLD_S", 0.01)
+    asked = []
+    forever = NodeActor.forever
+
+    async def counted(self):
+        asked.append(self)
+        await forever(self)
+
+    monkeypatch.setattr(NodeActor, "forever", counted)
+    ray.join("a")
+    there = keeper(ray)
+    (actor,) = [handle for name, handle in ray.named.items() if name != there.name] if (await ticket_of(there)).members else ()
+    watching = asyncio.ensure_future(resident.until_failed(actor))
+    await until(lambda: len(asked) > 3)
+    assert not watching.done()
+    actor.die()
+    await watching

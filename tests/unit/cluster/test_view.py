@@ -280,3 +280,66 @@ def test_a_node_that_left_is_forgotten(views):
 def test_nonsense_is_said_to_be_that(views):
     with pytest.raises(untax.ProtocolError, match="node a"):
         views.told("a", {"idle": 3})
+
+
+def test_a_node_that_lacks_an_image_is_passed_over_for_a_while_and_for_that_image_only(views, clock):
+    for node in "ab":
+        views.told(node, told())
+    other = untax.EnvSpec(setup=("pip install y",))
+    views.learnt(other, "b", stages_of(other, Identity("img")))
+    views.lacks(SPEC, "b", "there is no such directory")
+
+    assert [one.node for one in views.rank(SPEC)] == ["a"]
+    assert views.left_out(SPEC) == {"b": "there is no such directory"}
+    assert {one.node for one in views.rank(other)} == {"a", "b"}
+    clock.now_s += 31.0
+    assert {one.node for one in views.rank(SPEC)} == {"a", "b"}
+    assert not views.left_out(SPEC)
+
+
+def test_a_node_that_lacked_an_image_and_has_it_now_is_ranked_at_once(views):
+    for node in "ab":
+        views.told(node, told())
+    views.lacks(SPEC, "b", "there is no such directory")
+    views.learnt(SPEC, "b", STAGES)
+    assert {one.node for one in views.rank(SPEC)} == {"a", "b"}
+
+
+def test_who_lacks_an_image_need_not_be_asked_for_keys_of_its_own(views):
+    local = untax.EnvSpec(image="dir:/data")
+    views.learnt(local, "a", stages_of(local, Identity("dir:a", is_portable=False)))
+    assert views.unasked(local) == ["b"] and not views.is_known(local)
+    views.lacks(local, "b", "there is no such directory")
+    assert views.unasked(local) == [] and views.is_known(local)
+
+
+def test_a_node_that_was_slow_once_is_tried_again_after_a_while_by_one_lease(views, clock):
+    def costs(create_s):
+        return {"by_name": {"create": create_s}, "by_key": {}}
+
+    views.told("a", told(costs=costs(0.02)))
+    views.told("b", told(costs=costs(2.0), busy=0.0))
+    views.told("a", {"leased": 40})  # all that there is
+    assert [one.node for one in views.rank(SPEC)] == ["a", "b"]
+    clock.now_s += 61.0
+    assert views.rank(SPEC)[0].node == "b"
+    views.claim(views.rank(SPEC)[0])
+    assert [one.node for one in views.rank(SPEC)] == ["a", "b"], "what it said holds until it says otherwise"
+    assert views.view("b").costs.known("create") == 2.0
+    clock.now_s += 30.0
+    assert views.rank(SPEC)[0].node == "a"
+    views.told("b", {"costs": costs(0.02)})
+    assert views.rank(SPEC)[0].node == "b"
+
+
+def test_a_node_that_is_as_quick_as_others_is_not_doubted(views, clock):
+    for node in "ab":
+        views.told(node, told(costs={"by_name": {"create": 0.02 if node == "a" else 0.03}, "by_key": {}}))
+    clock.now_s += 61.0
+    views.rank(SPEC)
+    assert views.view("b").costs.known("create") == 0.03
+
+    views.told("a", {"costs": {"by_name": {"create": 0.002}, "by_key": {}}})  # the others become quicker, and it has no lease any more
+    clock.now_s += 61.0
+    views.rank(SPEC)
+    assert views.view("b").costs.known("create") == pytest.approx(0.002)

@@ -90,15 +90,30 @@ async def test_a_node_that_joins_while_one_waits_has_its_share_too(nodes, warmin
     assert wanted(nodes) == [1, 1, 1, 1]
 
 
-async def test_what_a_node_refuses_is_raised_and_what_was_wanted_before_holds(nodes, warming):
+async def test_what_no_node_can_is_raised_with_a_nodes_name_and_what_was_wanted_before_holds(nodes, warming):
     await warming.warm(SPEC, 3)
-    nodes[1].trouble = untax.CreateError("", "it cannot")
-    with pytest.raises(untax.CreateError):
+    for node in nodes:
+        node.trouble = untax.CreateError("", "it cannot")
+    with pytest.raises(untax.CreateError, match="node a: it cannot"):
         await warming.warm(SPEC, 6)
-    nodes[1].trouble = None
+    for node in nodes:
+        node.trouble = None
     nodes.append(Node("d"))
     await spread(warming)
     assert wanted(nodes) == [1, 1, 1, 0]
+
+
+async def test_the_share_of_a_node_that_cannot_goes_to_the_others(nodes, warming, caplog):
+    nodes[1].trouble = untax.StageUnavailable("store", "its disk is full")
+    await warming.warm(SPEC, 6)
+    assert wanted(nodes) == [3, None, 3]
+    assert "node b keeps none" in caplog.text and "its disk is full" in caplog.text
+
+
+async def test_a_failure_that_is_no_nodes_word_is_raised_as_it_is(nodes, warming):
+    nodes[1].trouble = RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        await warming.warm(SPEC, 6)
 
 
 async def test_a_node_that_fails_beside_others_leaves_them_their_share(nodes, warming, caplog):
@@ -118,3 +133,14 @@ async def test_without_any_node_it_waits_for_one(nodes, warming):
     nodes.append(gone[0])
     await spread(warming)
     assert wanted(nodes) == [2]
+
+
+async def test_that_none_are_wanted_has_to_reach_every_node_or_is_raised(nodes, warming):
+    await warming.warm(SPEC, 6)
+    nodes[1].trouble = untax.BackendError("", "it does not answer")
+    with pytest.raises(untax.BackendError, match="node b: it does not answer"):
+        await warming.warm(SPEC, 0)
+    assert wanted(nodes) == [0, 2, 0]
+    nodes.append(Node("d"))
+    await spread(warming)
+    assert wanted(nodes) == [0, 2, 0, None], "and nothing is spread again"

@@ -91,3 +91,18 @@ def test_costs_come_back_from_a_file_as_they_were():
 def test_what_is_no_record_of_costs_is_refused_with_a_remedy(text):
     with pytest.raises(UsageError, match="remove the file"):
         Costs.from_json(text)
+
+
+def test_a_first_measurement_that_was_far_off_is_soon_forgotten():
+    costs = Costs()
+    costs.observe("create", 2.0)  # a machine that was busy with something else
+    for _ in range(4):
+        costs.observe("create", 0.01)
+    assert costs.of("create") < 0.03
+
+
+def test_measurements_that_differ_as_they_do_move_what_is_expected_by_a_fifth():
+    costs = Costs()
+    for seconds in (1.0, 0.5, 2.0):
+        costs.observe("create", seconds)
+    assert costs.of("create") == pytest.approx(0.9 + 0.2 * (2.0 - 0.9))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from untax.core.spec import EnvSpec, Repo, is_as_strong
@@ -11,6 +11,9 @@ from untax.core.stage import Identity, stages_of
 from untax.pool.costs import Costs
 from untax.pool.nodes import NodeView, is_better, rank, unfit
 from untax.pool.placement import Fleet, choose
+
+BUSY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+"""A process may wait for its turn for seconds where other suites run beside this one."""
 
 
 def ladder(image, commit=None, setup=(), portable=True):
@@ -340,7 +343,7 @@ def of_one_machine(question):
     return tuple(replace(stage, is_portable=False) for stage in wanted), views, how
 
 
-@settings(max_examples=40)
+@settings(BUSY, max_examples=40)
 @given(questions())
 def test_every_node_that_could_take_it_is_there_once_and_no_other(question):
     """Never one that drains, or whose substrate or budget cannot take it."""
@@ -357,7 +360,7 @@ def test_every_node_that_could_take_it_is_there_once_and_no_other(question):
     assert {node for node, reason in said.items() if reason is None} == able
 
 
-@settings(max_examples=40)
+@settings(BUSY, max_examples=40)
 @given(questions(), st.randoms(use_true_random=False))
 def test_the_order_depends_on_the_views_alone(question, draws):
     """Not on the order in which they are given, nor on what was asked before."""
@@ -372,7 +375,7 @@ def test_the_order_depends_on_the_views_alone(question, draws):
     assert [one.why for one in again] == [one.why for one in first]
 
 
-@settings(max_examples=40)
+@settings(BUSY, max_examples=40)
 @given(questions())
 def test_who_has_room_comes_before_who_has_none_and_the_sooner_before_the_later(question):
     wanted, views, how = question
@@ -390,7 +393,7 @@ def test_who_has_room_comes_before_who_has_none_and_the_sooner_before_the_later(
         assert noticeably_later == sorted(noticeably_later)
 
 
-@settings(max_examples=40)
+@settings(BUSY, max_examples=40)
 @given(questions())
 def test_the_way_on_a_node_is_the_one_that_placement_finds_there(question):
     """Of stages that do not travel: what the others have is of no use to it."""
@@ -427,7 +430,7 @@ NEARER = {
 }
 
 
-@settings(max_examples=150)
+@settings(BUSY, max_examples=150)
 @given(questions(), st.sampled_from(sorted(NEARER)), st.integers(0, 5))
 def test_a_node_that_comes_nearer_never_ranks_worse(question, change, which):
     """Of stages that do not travel: one that does brings the other nodes nearer too."""
@@ -444,7 +447,7 @@ def test_a_node_that_comes_nearer_never_ranks_worse(question, change, which):
         assert after.index(nearer.node) <= before.index(nearer.node), change
 
 
-@settings(max_examples=60)
+@settings(BUSY, max_examples=60)
 @given(st.data(), st.integers(1, 4))
 def test_the_first_few_of_many_are_those_of_the_whole_ranking(data, most):
     """Nodes that could not be among them are not looked at any closer; which they are, and why, is the same."""

@@ -878,7 +878,7 @@ class Model(RuleBasedStateMachine):
                 self.binding.pop(ticket)
                 self.tell(Bound(self.now, ticket))
             for entry in sorted(self.leased):
-                del self.leased[entry]
+                self.binding.pop(self.leased.pop(entry), None)  # one that was handed out just now is not bound yet
                 self.tell(Returned(self.now, entry, clean=False))
             for entry in sorted(self.leaving):
                 self.leaving.discard(entry)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.server.test_service import break_connection, serving, until
@@ -83,7 +84,7 @@ async def test_who_leases_in_a_row_asks_for_the_first_few_only(fake, tmp_path, a
 
 
 async def test_nothing_comes_ahead_for_who_takes_its_time(fake, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SOON_S", -1.0)
+    monkeypatch.setattr(module, "_NEXT_S", -1.0)
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         await engine.warm(n=2)
         await in_a_row(engine)
@@ -219,7 +220,7 @@ async def test_x22_what_is_given_ahead_answers_unless_it_has_lately(fake, tmp_pa
             pass
         assert len(engine._hand) == 1
         assert bound[0] is is_proven
-        age_s = asyncio.get_running_loop().time() - engine._hand._given[0].at_s
+        age_s = asyncio.get_running_loop().time() - engine._hand._given[0].answered_s
         assert (age_s >= 0.15) is is_proven
         await until(lambda: service.engine.pools().stages[-1].idle >= 1)
         bound.clear()
@@ -242,6 +243,103 @@ async def test_x22_one_that_died_in_the_pool_is_given_ahead_to_nobody_who_leases
             async with engine.lease() as after:
                 assert (await after.run(["true"])).exit_code == 0
             assert after.ledger.verdict == "trusted"
+
+
+def silenced(fake, entry):
+    """It lives, and says nothing any more."""
+    next(one for one in fake.sandboxes if one.id == entry.sandbox.id).cell.silent = True
+    return entry.sandbox.id
+
+
+async def test_x22_an_answer_of_long_ago_proves_nothing_of_what_is_given_ahead(fake, tmp_path, monkeypatch):
+    """Somebody knocked, and leased another: what was asked then had answered, and fell silent since."""
+    monkeypatch.setattr(standby, "LATELY_S", 0.1)
+    monkeypatch.setattr(operations, "_NEXT_S", 0.2)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        box = await engine.acquire()
+        await until(lambda: not given(service) and service.engine.pools().stages[-1].idle >= 2)
+        parked = list(service.engine.pooling.driver.parked())
+        for entry in parked:
+            entry.begin(box.spec, asyncio.get_running_loop().time(), is_certain=False)
+        await asyncio.sleep(0.2)
+        silent = [silenced(fake, entry) for entry in parked]
+
+        releasing = asyncio.ensure_future(box.release())
+        await asyncio.wait([releasing], timeout=1.0)
+
+        assert not [one for one in engine._hand._given if one.reply.body["sandbox"] in silent]
+        for one in fake.sandboxes:
+            if one.id in silent:
+                one.die()
+        await releasing
+
+
+async def test_the_age_of_an_answer_counts_from_when_it_was_asked_for(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(standby, "LATELY_S", 60.0)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        [entry, *_] = service.engine.pooling.driver.parked()
+        entry.begin(entry.bound, before_s := asyncio.get_running_loop().time(), is_certain=False)
+        await asyncio.sleep(0.1)
+        await entry.bind(entry.bound, is_proven=False)
+        assert entry.answered_s == before_s
+
+
+async def test_what_is_asked_whether_it_lives_while_it_is_given_ahead_is_given_and_lives_on(fake, tmp_path):
+    """A knock of another client comes just before: a channel is handed over when that is answered, and nothing is destroyed for it."""
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await one_in_hand(engine)
+        box = await engine.acquire()
+        await until(lambda: not given(service) and service.engine.pools().stages[-1].idle >= 2)
+        parked = {entry.sandbox.id for entry in service.engine.pooling.driver.parked()}
+        next_of = service.operations._next
+
+        async def knocked(owner, lease_id, last):
+            service.engine.foresee(last.spec)
+            return await next_of(owner, lease_id, last)
+
+        service.operations._next = knocked
+        await box.release()
+        assert len(engine._hand) == 1
+        assert parked <= fake.live
+
+
+def test_what_had_answered_lately_is_fresh_to_who_comes_for_it_soon():
+    """Or the answer that its server did not wait for would be waited for by the next lease."""
+    assert standby.LATELY_S + module._SOON_S <= client.FRESH_S
+
+
+async def test_what_is_in_hand_stays_for_its_time_whenever_it_answered(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_KEPT_S", 0.5)
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        hand = engine._hand
+        engine._hand._for = "spec", 60.0
+        kept = []
+        hand._give_back = kept.append
+        reply = SimpleNamespace(discard=lambda: None)
+        request = SimpleNamespace(spec="spec", ttl_s=60.0)
+        for lease_id, silent_s, late_s in (("silent", 10.0, 0.0), ("late", 0.0, 10.0)):
+            hand._coming += 1
+            hand.keep(request, lease_id, reply, hand.drops, silent_s=silent_s, late_s=late_s)
+        hand._drop_old()
+        assert [one.lease_id for one in hand._given] == ["silent", "late"] and not kept
+        hand._given.rotate(1)
+        hand._drop_old()
+        assert kept == ["late"]
+        hand.forget()
+        assert service.leases == 0
+
+
+async def test_one_worker_has_one_in_hand_at_most_however_quick_it_is(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=16)
+        await in_a_row(engine)
+        for _ in range(20):
+            async with engine.lease():
+                assert len(engine._hand) + engine._hand._coming == 0
+            assert len(engine._hand) + engine._hand._coming <= 1
+        assert sum(owner.ahead.has_untaken for owner in service.owners) <= 1
 
 
 async def test_workers_whose_leases_end_together_have_one_each_in_hand(fake, tmp_path, asked):

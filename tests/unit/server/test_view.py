@@ -318,6 +318,33 @@ async def test_who_rests_is_told_at_once_that_there_are_no_more_leases(tmp_path,
         await until(lambda: resting.told[-1].get("is_draining"))
 
 
+async def test_a_drain_is_told_as_soon_as_ever_also_where_what_else_there_is_can_wait(tmp_path, monkeypatch, hours):
+    monkeypatch.setattr(module, "_IDLE_S", 3600.0)
+    resting = Onlooker()
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        service.views.watch(resting, 1, is_resting=True)
+        service.views._rested_s = asyncio.get_running_loop().time()
+        await engine.warm(n=1)
+        await until(lambda: service.views._timer is not None and service.views._timer.when() > asyncio.get_running_loop().time() + 60)
+        service.drain()
+        await until(lambda: resting.told[-1].get("is_draining"))
+
+
+async def test_many_who_wake_one_after_the_other_do_not_put_off_what_the_first_is_told(tmp_path, monkeypatch, hours):
+    monkeypatch.setattr(module, "_FIRST_S", 0.05)
+    async with serving(tmp_path) as service:
+        first, *others = onlookers = [Onlooker() for _ in range(20)]
+        for number, one in enumerate(onlookers):
+            service.views.watch(one, number, is_resting=True)
+        service.views._pushed_s = asyncio.get_running_loop().time()
+        service.views.watch(first, 0)
+        due_s = service.views._timer.when()
+        for number, one in enumerate(others, 1):
+            await asyncio.sleep(0.001)
+            service.views.watch(one, number)
+            assert service.views._timer is None or service.views._timer.when() <= due_s
+
+
 async def test_who_rests_is_told_what_its_own_requests_came_to(tmp_path, hours):
     """Or its claims would stay for as long as it rests."""
     async with serving(tmp_path) as service, untax.connect(service.url) as engine:

@@ -27,9 +27,11 @@ _PAUSE_S = 0.1  # while there are no descriptors or threads to be had: nothing t
 
 
 class Door:
-    """`greeted` is called, in any thread, with each connection that has said hello, which is to be answered."""
+    """`greeted` is called, in any thread, with each connection that has said hello, and with that, which is to be answered."""
 
-    def __init__(self, node: str, context: ssl.SSLContext, token: str, *, host: str, port: int, greeted: Callable[[Wire], None]) -> None:
+    def __init__(
+        self, node: str, context: ssl.SSLContext, token: str, *, host: str, port: int, greeted: Callable[[Wire, dict[str, Any]], None]
+    ) -> None:
         self._node = node
         self._context = context
         self._token = token.encode()
@@ -99,15 +101,15 @@ class Door:
             tune(sock)
             sock.settimeout(CONNECT_S)
             wire = Wire(TlsStream(sock, self._context, within_s=CONNECT_S), str(address[0]))
-            is_ours = self._is_ours(wire, until)
+            hello = self._hello(wire, until)
         except (OSError, PeerFault) as exc:
             _log.debug("somebody at %s spoke no TLS of ours, or not in time: %s", address[0], exc)
-            is_ours = False
+            hello = None
         finally:
             with self._guard:
                 self._greeting.pop(sock, None)  # from here on only this thread touches it
-        if is_ours:
-            self._greeted(wire)
+        if hello is not None:
+            self._greeted(wire, hello)
         else:
             sock.close()
 
@@ -117,18 +119,19 @@ class Door:
             level, self._warned_at = logging.WARNING, time.monotonic()
         _log.log(level, "somebody at %s has not this fleet's token", who)
 
-    def _is_ours(self, wire: Wire, until: float) -> bool:
+    def _hello(self, wire: Wire, until: float) -> dict[str, Any] | None:
+        """None of who is not of this fleet, or of another release, and was told so."""
         said = wire.receive(until=until, most=_LONGEST_HELLO)
         if said.get("op") != "hello" or not hmac.compare_digest(str(said.get("token")).encode(errors="replace"), self._token):
             self._warn(wire.who)
             wire.send_at_once(
                 {"error": f"node {self._node}: this is not its fleet's token; take one with Fleet.ticket from a running fleet"}
             )
-            return False
+            return None
         if said.get("protocol") != PROTOCOL or said.get("version") != __version__:
             theirs = f"{said.get('version')!r:.40}"
             wire.send_at_once({"error": f"node {self._node} runs untax {__version__}, you {theirs}: install one release on all nodes"})
-            return False
+            return None
         # A name goes into logs, and into answers to others.
         wire.who = ascii(str(said.get("node"))[:200])[1:-1]
-        return True
+        return said

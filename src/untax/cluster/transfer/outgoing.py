@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from untax.cluster.transfer.plan import Piece, chunks_of
+from untax.cluster.transfer.sealed import RECORD
 from untax.cluster.transfer.wire import Wire
 from untax.layers import marks
 from untax.layers._descent import Descent
@@ -25,8 +26,8 @@ from untax.layers.store import LayerStore
 
 COUNT = struct.Struct("<I")
 EXTENT = struct.Struct("<QQ")
-STEP = 1 << 20
-"""Bytes that are read, sent and received at a time."""
+STEP = RECORD
+"""Bytes that are read, sent, received and written at a time."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 

@@ -152,7 +152,7 @@ class Server:
 
     # ---- connections ----
 
-    def _welcome(self, wire: Wire) -> None:
+    def _welcome(self, wire: Wire, hello: dict[str, Any]) -> None:
         session = Session(wire, self._room.ring)
         with self._guard:
             is_full = len(self._sessions) >= _MOST
@@ -161,7 +161,7 @@ class Server:
                 self._sessions.add(session)
         try:
             if is_in:
-                wire.send_at_once({"node": self.node})
+                wire.welcome(hello, {"node": self.node})
                 self._wait(session)
                 return
             if is_full:

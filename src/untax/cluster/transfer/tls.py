@@ -1,4 +1,4 @@
-"""A blocking TLS stream for much data: records are packed and unpacked in memory, and the kernel is asked for many at a time.
+"""A blocking TLS stream: records are packed and unpacked in memory, and the kernel is asked for many at a time.
 
 Python's own TLS socket makes two calls of the kernel's for each record of 16 KiB. For 1 GiB over loopback, both ends together took
 1.5 s of processor time with it and 1.25 s with this.
@@ -7,21 +7,22 @@ Python's own TLS socket makes two calls of the kernel's for each record of 16 Ki
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import ssl
 import time
+
+from untax.cluster.transfer.held import Held
 
 _STEP = 256 << 10  # bytes that the kernel is asked for, or given, at a time: 16 records
 _LEAST = 16 << 10  # bytes that it is asked for by who has never had more: most connections carry questions, and wait
 
 
-class TlsStream:
+class TlsStream(Held):
     """Of one thread, but for `cut`. Raises `OSError`, of which `ssl.SSLError` is one."""
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, within_s: float, server_hostname: str | None = None) -> None:
         """Shakes hands, as the server unless the other end has a name. `TimeoutError` when that took longer, byte by byte or not."""
-        self._sock = sock
+        super().__init__(sock)
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=server_hostname is None, server_hostname=server_hostname)
         self._packed = memoryview(bytearray(_LEAST))
@@ -43,10 +44,6 @@ class TlsStream:
                     self._flush()  # the alert that says why
                 raise
         self._flush()
-
-    def settimeout(self, seconds: float | None) -> None:
-        """Of each wait for the other end."""
-        self._sock.settimeout(seconds)
 
     def sendall(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
@@ -77,20 +74,15 @@ class TlsStream:
         """Whether something has come, or comes within that time, that was not given yet. The end is something, too."""
         if self._tls.pending() or self._in.pending:
             return True
-        poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
-        return bool(poll.poll(within_s * 1000))
+        return self._comes(within_s)
 
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def cut(self) -> None:
-        """From any thread: whoever waits on it is told of its end."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._sock.close()
+    def leave(self) -> socket.socket:
+        """The connection, for who goes on without TLS. `ConnectionError` where the other end has said more inside it: that would be lost, or
+        taken for something else.
+        """
+        if self._tls.pending() or self._in.pending or self._out.pending:
+            raise ConnectionAbortedError("more was said inside TLS than its last message")
+        return self._sock
 
     def _fill(self) -> None:
         got = self._sock.recv_into(self._packed)

@@ -1,6 +1,7 @@
-"""How two nodes speak about layers: one question and one answer at a time over TLS, each a length and JSON, bytes behind an answer that says so.
+"""How two nodes speak about layers: one question and one answer at a time, each a length and JSON, bytes behind an answer that says so.
 
-Blocking, in threads of their own: a stream of gigabytes is nothing for the loop that leases and actions run on, and TLS and the disk
+Hello and its answer go inside TLS, and everything after them in sealed records where both ends can (`sealed`), or inside TLS still.
+Blocking, in threads of their own: a stream of gigabytes is nothing for the loop that leases and actions run on, and ciphers and the disk
 do their work without holding up other threads. Each end takes the other for broken: every length is bounded, every wait has an end.
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from untax import __version__
+from untax.cluster.transfer.sealed import Keys, SealedStream, can_seal
 from untax.cluster.transfer.tls import TlsStream
 
 PROTOCOL = 1
@@ -56,8 +58,35 @@ class Wire:
     """One connection. Used by one thread at a time; `cut` may come from any."""
 
     def __init__(self, stream: TlsStream, who: str) -> None:
-        self._stream = stream
+        self._stream: TlsStream | SealedStream = stream
         self.who = who
+
+    # ---- hello ----
+
+    def greet(self, hello: dict[str, Any], *, until: float) -> None:
+        """As who dialled. `Refused` in the other end's words."""
+        self.send({**hello, "seals": can_seal()})
+        said = self.answer(until=until)
+        if "keys" in said:
+            try:
+                keys = Keys.from_data(said["keys"])
+            except ValueError:
+                raise PeerFault(f"{self.who}: keys that are none") from None
+            self._leave_tls(sends=keys.dialler, receives=keys.server)
+
+    def welcome(self, hello: dict[str, Any], answer: dict[str, Any]) -> None:
+        """As who was dialled, to whom nothing is said between hello and the answer. Never waits."""
+        if hello.get("seals") is not True or not can_seal():
+            self.send_at_once(answer)
+            return
+        keys = Keys.new()
+        self.send_at_once({**answer, "keys": keys.to_data()})
+        self._leave_tls(sends=keys.server, receives=keys.dialler)
+
+    def _leave_tls(self, *, sends: bytes, receives: bytes) -> None:
+        assert isinstance(self._stream, TlsStream)
+        with self._faults():
+            self._stream = SealedStream(self._stream.leave(), sends=sends, receives=receives)
 
     # ---- messages ----
 
@@ -194,8 +223,8 @@ class Dialer:
             plain.close()
             raise PeerFault(f"{peer.node}: {exc}") from None
         try:
-            wire.send({"op": "hello", "protocol": PROTOCOL, "version": __version__, "token": self._token, "node": self.node})
-            wire.answer(until=until)
+            hello = {"op": "hello", "protocol": PROTOCOL, "version": __version__, "token": self._token, "node": self.node}
+            wire.greet(hello, until=until)
         except BaseException:
             wire.close()
             raise

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from untax.service.errors import Refused, error_response
-from untax.service.fleet import NodeStatus
+from untax.service.fleet import NodeStatus, labels
 from untax.service.observed import BOUNDS_S
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ async def _told(hosting: Hosting, tenant: Tenant) -> AsyncIterator[str]:
                 yield f"event: rollout\ndata: {json.dumps(one)}\n\n"
             state = state_of(hosting, tenant)
             if hosting.fleet is not None:
-                state["nodes"] = [_node(one) for one in await hosting.fleet.statuses()]
+                nodes = await hosting.fleet.statuses()
+                called = labels(nodes)
+                state["nodes"] = [_node(called[one.node_id], one) for one in nodes]
+                state["wanted"] = hosting.fleet.wanted
             text = json.dumps(state)
             now = time.monotonic()
             if text != last:
@@ -99,10 +102,10 @@ def state_of(hosting: Hosting, tenant: Tenant) -> dict[str, Any]:
     }
 
 
-def _node(one: NodeStatus) -> dict[str, Any]:
+def _node(name: str, one: NodeStatus) -> dict[str, Any]:
     """A line of the page's table."""
     return {
-        "name": one.name,
+        "name": name,
         "state": one.state,
         "leases": one.leases,
         "idle": one.idle,

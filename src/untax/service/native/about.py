@@ -37,7 +37,17 @@ async def prometheus_of_all(request: Request) -> Response:
 
 
 async def fleet(request: Request) -> Response:
-    return JSONResponse({"nodes": [one.as_dict() for one in await _peers(request.scope["hosting"]).statuses()]})
+    hosting: Hosting = request.scope["hosting"]
+    peers = _peers(hosting)
+    return JSONResponse(
+        {
+            "fleet": peers.name,
+            "release": untax.__version__,
+            "substrate": hosting.engine.substrate.name,
+            "nodes": [one.as_dict() for one in await peers.statuses()],
+            "wanted": peers.wanted,
+        }
+    )
 
 
 async def node(request: Request) -> Response:
