@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
+PATIENCE_S = 120.0
+"""For another program to come to something, on a machine that five suites keep busy. Nothing that works takes as long."""
 
 
 class Serving:
@@ -59,8 +61,7 @@ async def started(
         env={**environment(), **(env or {})},
         start_new_session=True,
     )  # fmt: skip
-    assert process.stdout is not None
-    line = await asyncio.wait_for(process.stdout.readline(), 30)
+    line = await first_line(process)
     document = json.loads(line or b"{}")
     if "listening" not in document:
         await process.wait()
@@ -96,7 +97,18 @@ async def script(source: str, *arguments: str, wait_line: bool = True) -> tuple[
         sys.executable, "-c", source, *arguments, stdout=asyncio.subprocess.PIPE, env=environment(), start_new_session=True
     )
     assert process.stdout is not None
-    return process, await asyncio.wait_for(process.stdout.readline(), 30) if wait_line else b""
+    return process, await first_line(process) if wait_line else b""
+
+
+async def first_line(process: asyncio.subprocess.Process) -> bytes:
+    """What a program says next; one that says nothing for long is ended, or what it made would be in the way of every test after this one."""
+    assert process.stdout is not None
+    try:
+        return await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise
 
 
 def children(pid: int) -> Sequence[int]:

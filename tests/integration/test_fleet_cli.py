@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests import raycluster
 from tests.leftovers import traces
+from tests.serving import PATIENCE_S
 
 import untax
 from untax.cli import main
@@ -79,7 +80,7 @@ def _comm(pid: int) -> str:
 
 
 def _wait_nothing_left(cluster, state: Path, groups: list[str]) -> None:
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_S
     while left := _left(cluster, state, groups):
         assert time.monotonic() < end, left
         time.sleep(0.05)
@@ -178,7 +179,7 @@ def test_prometheus_is_given_what_it_needs(cluster, told, tmp_path, free_tcp_por
     assert target == f"127.0.0.2:{free_tcp_port}"  # the head
     assert f"# others that were there: 127.0.0.3:{free_tcp_port}" in (tmp_path / "access" / "prometheus.yml").read_text()
     url = f"{job['scheme']}://{target}{job['metrics_path']}"
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE_S
     while True:  # agents are told who else there is a moment after the command returns
         said = httpx.get(url, headers={"authorization": f"Bearer {token}"}, verify=context, trust_env=False).text
         up = [line for line in said.splitlines() if line.startswith("untax_node_up{")]
@@ -227,9 +228,11 @@ def test_an_interrupted_up_leaves_nothing(cluster, told, tmp_path, number):
     argv = [sys.executable, "-m", "untax.cli", "fleet", "up", "--address", cluster.address, "--state-dir", str(tmp_path / "{node}")]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as up:
         assert "bringing" in up.stderr.readline()
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE_S
         while not any(_comm(pid).startswith("ray::NodeActor") for node_id in cluster.ids() for pid in cluster.processes(node_id)):
-            assert time.monotonic() < end and up.poll() is None, up.communicate()
+            if up.poll() is not None or time.monotonic() > end:
+                up.kill()
+                pytest.fail(f"it has no actor: {up.communicate()}")
             time.sleep(0.005)
         up.send_signal(number)
         complained = up.communicate(timeout=60)[1]

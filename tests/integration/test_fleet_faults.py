@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests import raycluster
 from tests.images import small_image
-from tests.serving import script
+from tests.serving import first_line, script
 
 import untax
 
@@ -217,7 +217,7 @@ async def said(source, *arguments):
     """A program, and its first line that is not Ray's, which tells every driver of nodes that died."""
     process, line = await script(source, *arguments)
     while line.startswith((b"\x1b", b"\t")):
-        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        line = await first_line(process)
     return process, line
 
 
