@@ -328,9 +328,19 @@ class Fleet(Leasing):
         """Connect to those that are new. One that does not answer is tried again with the next change, or a moment later."""
         async with self._meeting:  # or two would connect to one node, and one of the connections be nobody's
             fresh = [member for member in members if member.key not in self._nodes]
-            for failed in await asyncio.gather(*(self._connect(member) for member in fresh), return_exceptions=True):
-                if isinstance(failed, BaseException):
-                    raise failed
+            failed = [one for one in await asyncio.gather(*map(self._connect, fresh), return_exceptions=True) if one is not None]
+            strangers = [one for one in failed if isinstance(one, UsageError)]
+            for other in failed:
+                if not isinstance(other, UsageError):
+                    raise other
+            if not strangers:
+                return
+            # Another node has taken the token, so the handle is right and they are not: at a port, say, that was their fleet's before.
+            # The own node's socket asks for none.
+            if any(node.member.node_id != self._own_node for node in self._nodes.values()):
+                log.warning("%s", "; ".join(map(str, strangers)))
+            else:
+                raise strangers[0]
 
     async def _connect(self, member: Member) -> None:
         assert self._ticket is not None

@@ -659,6 +659,26 @@ async def test_a_node_that_speaks_another_protocol_does_not_keep_a_fleet_from_st
             assert await rollout(fleet) == 0
 
 
+async def test_a_stranger_where_a_node_was_keeps_no_fleet_from_starting_that_another_node_has_let_in(near, scripted, tmp_path):
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "other"), member(tmp_path / "s.sock", "odd"))
+        near.keeper = Keeping(said)
+        scripted.greetings["odd"] = failing(untax.UsageError("another certificate"))
+        async with Fleet.from_ticket(said.to_json()) as fleet:
+            assert sorted(node for node, _ in fleet._nodes) == ["here", "other"]
+            assert await rollout(fleet) == 0
+
+
+async def test_where_nobody_but_the_own_node_lets_it_in_the_handle_is_the_stranger(near, scripted, tmp_path):
+    """A socket asks for no token: that node would serve a handle of any fleet."""
+    async with serving(tmp_path):
+        said = ticket(member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "odd"))
+        near.keeper = Keeping(said)
+        scripted.greetings["odd"] = failing(untax.UsageError("another token"))
+        with pytest.raises(untax.UsageError, match=r"node odd: another token.* get a new handle"):
+            await Fleet.from_ticket(said.to_json()).start()
+
+
 async def test_a_node_is_met_once_however_many_meet_it(near, scripted, tmp_path):
     async with serving(tmp_path) as service:
         here, slow = member(tmp_path / "s.sock"), member(tmp_path / "s.sock", "slow")
