@@ -13,6 +13,9 @@ import pytest
 # A shell that starts us in the background has us ignore Ctrl-C, and so would every program that the tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# `nohup` does the same with hang-ups. We go on ignoring them, but by a handler, which programs that are started do not inherit.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # ---- coroutine tests and fixtures, on one loop for the whole run so that a fixture may outlive a test ----
 

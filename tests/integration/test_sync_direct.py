@@ -204,6 +204,30 @@ def test_an_interrupt_kills_the_command(engine, interruptible):
         assert box.shell("grep -lsz '^77.5$' /proc/[0-9]*/cmdline").stdout == b""
 
 
+def test_no_lease_is_lost_to_an_interrupt_whenever_it_comes(engine, interruptible):
+    """It may come between any two steps: a lease that nobody knows of would last for its hour."""
+    main = threading.main_thread().ident
+    for number in range(150):
+        is_sent = threading.Event()
+
+        def interrupt(is_sent=is_sent):
+            signal.pthread_kill(main, signal.SIGINT)
+            is_sent.set()
+
+        try:
+            threading.Timer(number * 40e-6, interrupt).start()
+            with engine.lease():
+                pass
+            is_sent.wait(20)
+            time.sleep(20)  # an interrupt is told in the main thread a moment after it was sent
+        except KeyboardInterrupt:
+            pass
+    end = time.monotonic() + 20
+    while engine._inner._boxes:
+        assert time.monotonic() < end, engine._inner._boxes
+        time.sleep(0.01)
+
+
 @pytest.fixture(params=["embedded", "served"])
 def layered(request, tmp_path, _runner):
     """Gives an engine that is not entered yet, on the same state directory each time."""

@@ -1,8 +1,11 @@
 """The blocking names on a fake substrate, whose stream is no socket: everything goes by the loop's thread."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import os
 import threading
+import time
 
 import pytest
 
@@ -174,3 +177,51 @@ def test_many_threads_fork_one_snapshot(layered):
     for thread in threads:
         thread.join()
     assert sorted(seen) == [(str(n).encode(), b"0") for n in range(1, 9)]
+
+
+@contextlib.contextmanager
+def interrupted(monkeypatch, when):
+    """In the next wait for the loop, in the moment that `when` names."""
+    result = concurrent.futures.Future.result
+
+    def wait(future, timeout=None):
+        if when == "after it":
+            result(future, timeout)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(concurrent.futures.Future, "result", wait)
+        yield
+
+
+@pytest.mark.parametrize("when", ["before it", "after it"])
+@pytest.mark.parametrize("count", [1, 3], ids=["a lease", "a fork"])
+def test_what_was_taken_in_the_moment_of_an_interrupt_is_given_back(layered, monkeypatch, when, count):
+    """Ray cancels tasks so, in processes that go on: a lease that nobody knows of would last for its hour."""
+    with layered.lease() as box:
+        snapshot = box.snapshot()
+    lease = layered.lease() if count == 1 else layered.fork(snapshot, count)
+    with interrupted(monkeypatch, when):
+        lease.__enter__()
+    until(lambda: not layered._inner._boxes)
+    with layered.lease():
+        assert len(layered._inner._boxes) == 1
+
+
+@pytest.mark.parametrize("when", ["before it", "after it"])
+@pytest.mark.parametrize("count", [1, 3], ids=["a lease", "a fork"])
+def test_an_interrupt_keeps_nothing_from_being_given_back(layered, monkeypatch, when, count):
+    with layered.lease() as box:
+        snapshot = box.snapshot()
+    lease = layered.lease() if count == 1 else layered.fork(snapshot, count)
+    lease.__enter__()
+    with interrupted(monkeypatch, when):
+        lease.__exit__(None, None, None)
+    until(lambda: not layered._inner._boxes)
+
+
+def until(what):
+    end = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.005)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import untax
 from untax.sync.box import Batch, Box
-from untax.sync.engine import Engine, Lease, connect
+from untax.sync.engine import Engine, connect
+from untax.sync.lease import Lease
 from untax.sync.snapshot import Snapshot
 from untax.sync.streams import Connection, Process, Session, Watch
 

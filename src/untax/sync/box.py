@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from builtins import list as list_
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from untax.batch import Batch as AsyncBatch
@@ -256,8 +257,7 @@ class Box:
 
     def release(self) -> None:
         """Give the sandbox up. Safe to call twice."""
-        if self._inner._ending is None or not self._inner._ending.done():
-            self._loop.run(self._inner.release())
+        release_all((self,))
 
     # ---- actions ----
 
@@ -303,6 +303,21 @@ class Box:
             return channel.open(stream)
 
         return self._measured(name, direct, through)
+
+
+def release_all(boxes: Iterable[Box]) -> None:
+    """Give them up together, those of one engine. An interrupt ends the wait for that, and not what was begun."""
+    left = [box for box in boxes if box._inner._ending is None or not box._inner._ending.done()]
+    if not left:
+        return
+    loop = left[0]._loop
+    for box in left:
+        loop.call_soon(box._inner._begin_release)  # what is run below may be cancelled before its first step
+
+    async def released() -> None:
+        await asyncio.gather(*(box._inner.release() for box in left))
+
+    loop.run(released())
 
 
 class Batch(AsyncBatch):

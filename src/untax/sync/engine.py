@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from builtins import list as list_
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from untax.box import Box as AsyncBox
 from untax.core.errors import UsageError
@@ -19,6 +18,7 @@ from untax.remote.engine import RemoteSubstrate
 from untax.snapshot import Snapshot as AsyncSnapshot
 from untax.sync.box import Box
 from untax.sync.direct import DirectAutoEngine, DirectEngine, DirectRemoteEngine
+from untax.sync.lease import Lease
 from untax.sync.loop import Loop
 from untax.sync.snapshot import Snapshot
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from untax.layers.build import Prepared
     from untax.layers.sources import Progress
     from untax.sync.fleet import DirectFleet
-
-T = TypeVar("T")
 
 
 class Engine:
@@ -92,7 +90,7 @@ class Engine:
         inner = self._inner.lease(
             spec, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
         )  # fmt: skip
-        return Lease(lambda: self._boxed(inner), Box.release)
+        return self._lease(inner)
 
     def acquire(
         self,
@@ -142,11 +140,10 @@ class Engine:
             _unwrapped(snapshot), n, env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
         )  # fmt: skip
 
-        def take() -> list_[Box]:
-            loop = self._running()
-            return [Box(loop, box) for box in loop.run(_awaited(inner))]
+        async def taken(loop: Loop) -> list_[Box]:
+            return [Box(loop, box) for box in await inner]
 
-        return Lease(take, self._release_all)
+        return Lease(self._running, taken, lambda boxes: boxes)
 
     def restore(
         self,
@@ -164,14 +161,14 @@ class Engine:
         inner = self._inner.restore(
             _unwrapped(snapshot), env=env, user=user, files=files, limits=limits, network=network, wait_s=wait_s, ttl_s=ttl_s
         )  # fmt: skip
-        return Lease(lambda: self._boxed(inner), Box.release)
+        return self._lease(inner)
 
     def grader(
         self, box: Box, take: Sequence[str] = ("src/**",), *, wait_s: float | None = None, ttl_s: float = DEFAULT_TTL_S
     ) -> Lease[Box]:
         """`with engine.grader(box, take=("src/**",)) as clean`."""
         inner = self._inner.grader(box._inner, take, wait_s=wait_s, ttl_s=ttl_s)
-        return Lease(lambda: self._boxed(inner), Box.release)
+        return self._lease(inner)
 
     def find_snapshot(self, snapshot_id: str) -> Snapshot:
         loop = self._running()
@@ -183,15 +180,11 @@ class Engine:
             raise UsageError("a server's quarantine is its own; `untax serve` logs it")
         return self._inner.quarantined
 
-    def _boxed(self, inner: AsyncLease[AsyncBox]) -> Box:
-        loop = self._running()
-        return Box(loop, loop.run(_awaited(inner)))
+    def _lease(self, inner: AsyncLease[AsyncBox]) -> Lease[Box]:
+        async def taken(loop: Loop) -> Box:
+            return Box(loop, await inner)
 
-    def _release_all(self, boxes: list_[Box]) -> None:
-        async def released() -> None:
-            await asyncio.gather(*(box._inner.release() for box in boxes))
-
-        self._running().run(released())
+        return Lease(self._running, taken, lambda box: (box,))
 
     def _running(self) -> Loop:
         if self._loop is None:
@@ -214,29 +207,6 @@ class RemoteEngine(Engine):
 def connect(url: str, *, token: str | None = None, ca_file: str | os.PathLike[str] | None = None) -> RemoteEngine:
     """`with untax.sync.connect("unix:PATH") as engine`: the engine of `untax serve --socket PATH`, used as one's own; as `untax.connect`."""
     return RemoteEngine(url, token=token, ca_file=ca_file)
-
-
-async def _awaited(inner: AsyncLease[T]) -> T:
-    return await inner
-
-
-class Lease(Generic[T]):
-    """What `lease`, `fork`, `restore` and `grader` return: `with` gives it back at the end of the block, `get()` leaves that to you."""
-
-    def __init__(self, take: Callable[[], T], give_back: Callable[[T], object]) -> None:
-        self._take = take
-        self._give_back = give_back
-        self._taken: list_[T] = []
-
-    def get(self) -> T:
-        return self._take()
-
-    def __enter__(self) -> T:
-        self._taken.append(self._take())
-        return self._taken[-1]
-
-    def __exit__(self, *exc: object) -> None:
-        self._give_back(self._taken.pop())
 
 
 def _unwrapped(snapshot: Snapshot | str) -> AsyncSnapshot | str:
