@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import untax
 from benchmarks import _measure
@@ -107,8 +106,7 @@ async def _leases(count: int, fleet: Fleet, engine: untax.Engine) -> list[Row]:
     spec = _measure.spec_for("namespace")
     await fleet.warm(spec, POOL * NODES)
     await engine.warm(spec, POOL)
-    calls: list[str] = []
-    with _counted(calls):
+    with importlib.import_module("tests.raycluster").counted() as calls:
         ours, embedded, kinds = await warm_leases(count, fleet, engine, spec)
         single, beside, asked = await warm_leases(count, fleet, engine, spec, ttl_s=NOT_AHEAD_S)
     note = f"native: embedded; hits: {kinds}; calls to Ray: {len(calls)}"
@@ -125,31 +123,6 @@ async def _leases(count: int, fleet: Fleet, engine: untax.Engine) -> list[Row]:
             note=f"in {len(ours) + len(single)} leases",
         ),
     ]
-
-
-@contextlib.contextmanager
-def _counted(calls: list[str]) -> Iterator[None]:
-    """Everything that this process submits to Ray or asks of it."""
-    import ray
-    from ray.actor import ActorMethod
-
-    before: dict[tuple[Any, str], Any] = {(ray, name): getattr(ray, name) for name in ("get", "put", "wait", "get_actor", "nodes")}
-    before[ActorMethod, "_remote"] = ActorMethod._remote
-
-    def counting(name: str, function: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        return called
-
-    for (home, name), function in before.items():
-        setattr(home, name, counting(name, function))
-    try:
-        yield
-    finally:
-        for (home, name), function in before.items():
-            setattr(home, name, function)
 
 
 def _throughput(fleet: Fleet, place: Path, rounds: int) -> list[Row]:

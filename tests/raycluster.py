@@ -42,6 +42,42 @@ def unavailable_reason() -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+    """The names of all that this process submits to Ray or asks of it meanwhile.
+
+    But for the one question that every client has standing, whatever it does: who is in the fleet after what it knows (`Keeper.members`), anew each minute.
+    """
+    import ray
+    from ray.actor import ActorClass, ActorMethod
+    from ray.experimental import internal_kv
+    from ray.remote_function import RemoteFunction
+
+    calls: list[str] = []
+    asked = ("get", "put", "wait", "kill", "cancel", "get_actor", "nodes", "cluster_resources", "available_resources")
+    stored = ("get", "exists", "put", "del", "list")
+    watched = [(ray, name) for name in asked] + [(internal_kv, f"_internal_kv_{name}") for name in stored]
+    watched += [(ray.util, "list_named_actors"), *((kind, "_remote") for kind in (ActorMethod, ActorClass, RemoteFunction))]
+    before = {(home, name): getattr(home, name) for home, name in watched}
+
+    def counting(name: str, function: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            what = getattr(args[0], "_method_name", "") if name == "_remote" else ""
+            if not (what == "members" and args[1][0] >= 0):
+                calls.append(f"{name} {what}".strip())
+            return function(*args, **kwargs)
+
+        return called
+
+    for (home, name), function in before.items():
+        setattr(home, name, counting(name, function))
+    try:
+        yield calls
+    finally:
+        for (home, name), function in before.items():
+            setattr(home, name, function)
+
+
 class RayCluster:
     """Up between `start` and `close`; a driver connects with `ray.init(address=cluster.address)`, several of them one after the other."""
 

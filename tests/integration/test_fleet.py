@@ -1,6 +1,7 @@
 """`untax.Fleet` over Ray nodes at loopback addresses of their own: one cluster for all of this module."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,6 +17,9 @@ import untax
 
 if reason := raycluster.unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
+
+
+NOT_AHEAD_S = 59.0  # of leases that last no longer than this none is given ahead (`untax.remote.hand`)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,66 @@ async def test_a_workers_next_lease_is_in_its_hand_and_the_ledger_says_so(fleet)
         await fleet.warm(n=0)
         while own.has_in_hand or any(stage.leased for stage in (await fleet.pools()).stages):
             await asyncio.sleep(0.01)
+
+
+async def every_call(fleet):
+    """One of each kind that is looked for, and what they are counted as."""
+    import ray
+    from ray.experimental import internal_kv
+
+    @ray.remote(num_cpus=0)
+    class Nobody:
+        pass
+
+    ray.nodes()
+    assert await fleet._joining.keeper.instance.remote() == fleet._ticket.instance
+    assert ray.get(ray.remote(num_cpus=0)(lambda: "there").remote()) == "there"
+    internal_kv._internal_kv_exists(b"nothing")
+    ray.kill(Nobody.remote())
+    await fleet._joining.roll()
+    return ["nodes", "_remote instance", "_remote", "get", "_internal_kv_exists", "_remote", "kill", "_remote members"]
+
+
+async def used(box):
+    await box.write("file", b"there")
+    assert await box.read("file") == b"there"
+    async with box.session() as bash:
+        assert (await bash.run("cat file")).stdout == b"there"
+    return box.ledger.placed
+
+
+async def test_no_lease_and_no_action_asks_ray_for_anything(fleet, cluster):
+    """On this node and on another, out of the hand and asked for, once the fleet is warm."""
+    await fleet.warm(n=8)
+    with raycluster.counted() as calls:
+        known = await every_call(fleet)
+        assert calls == known, "what follows would show nothing"
+        calls.clear()
+        async with asyncio.timeout(30), contextlib.AsyncExitStack() as held:
+            in_hand = 0
+            while in_hand < 5:
+                async with fleet.lease() as box:
+                    in_hand += "in hand" in (await used(box)).why
+            for _ in range(5):
+                async with fleet.lease(ttl_s=NOT_AHEAD_S) as box:
+                    assert "in hand" not in (await used(box)).why
+            nodes = set()
+            while len(nodes) < len(fleet.members):
+                nodes.add((await used(await held.enter_async_context(fleet.lease(ttl_s=NOT_AHEAD_S)))).node)
+        assert calls == []
+    await fleet.warm(n=0)
+
+
+async def test_an_agent_has_nothing_of_ray_in_its_process(fleet, cluster):
+    """Nothing of Ray's can wait, log or die there, between an action and its sandbox."""
+    has_ray = {"untax-agent": [], "ray::NodeActor": []}
+    for pid in [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]:
+        with contextlib.suppress(OSError):  # it has ended
+            name, maps = (Path(f"/proc/{pid}/{one}").read_text() for one in ("comm", "maps"))
+            if name.strip() in has_ray:
+                has_ray[name.strip()].append("/_raylet" in maps)
+    assert min(map(len, has_ray.values())) >= len(fleet.members)
+    assert {name: set(found) for name, found in has_ray.items()} == {"untax-agent": {False}, "ray::NodeActor": {True}}
 
 
 async def test_a_handle_is_used_where_it_was_unpickled(fleet):
