@@ -15,9 +15,10 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.raycluster import RayCluster, unavailable_reason
 
@@ -70,8 +71,8 @@ class Trainer:
         try:
             async with box.session() as bash:
                 await bash.run(f"mark={rollout.number}")
-                await box.write("/tmp/answer", str(rollout.number).encode())
-                answer = (await bash.run('echo "$mark $(cat /tmp/answer)"')).check().text.strip()
+                await box.write("answer", str(rollout.number).encode())
+                answer = (await bash.run('echo "$mark $(cat answer)"')).check().text.strip()
         except untax.UntaxError as exc:
             rollout.fault = type(exc).__name__
         finally:
@@ -115,11 +116,12 @@ async def measure(arguments: argparse.Namespace, substrate: str) -> list[Row]:
                 took = time.perf_counter() - begin
                 killed, added = await faults
                 await asyncio.sleep(HAND_S)
+                told = await fleet.ledgers()
                 async with operating(cluster.address, fleet.name) as operated:
                     nodes = (await operated.status()).nodes
         finally:
             await asyncio.to_thread(cluster.close)
-    return _rows(substrate, trainer.rollouts, nodes, took, killed, added)
+    return _rows(substrate, trainer.rollouts, nodes, told, took, killed, added)
 
 
 async def _faults(cluster: RayCluster, trainer: Trainer, arguments: argparse.Namespace) -> tuple[str, str]:
@@ -133,7 +135,15 @@ async def _faults(cluster: RayCluster, trainer: Trainer, arguments: argparse.Nam
     return name, str(cluster._node(added).node_ip_address)
 
 
-def _rows(substrate: str, rollouts: list[Rollout], nodes: Sequence[NodeStatus], took: float, killed: str, added: str) -> list[Row]:
+def _rows(
+    substrate: str,
+    rollouts: list[Rollout],
+    nodes: Sequence[NodeStatus],
+    told: Sequence[Mapping[str, Any]],
+    took: float,
+    killed: str,
+    added: str,
+) -> list[Row]:
     def none(what: str, found: int, note: str = "") -> Row:
         return _measure.number(what, substrate, found, "rollouts", budget="0", holds=found == 0, note=note)
 
@@ -142,6 +152,8 @@ def _rows(substrate: str, rollouts: list[Rollout], nodes: Sequence[NodeStatus], 
     ids = Counter(one.ledger for one in rollouts)
     elsewhere = [one for one in infra if one.node != killed]
     living = [one for one in nodes if one.pool is not None]
+    own = {(one.ledger, one.node) for one in rollouts}
+    strays = [one for one in told if (one["rollout"], one["placed"]["node"]) not in own]
     counts = ", ".join(f"{one.name} {one.ledgers}" for one in living)
     counted = ", ".join(f"{name} {count}" for name, count in sorted(where.items()))
     return [
@@ -149,6 +161,7 @@ def _rows(substrate: str, rollouts: list[Rollout], nodes: Sequence[NodeStatus], 
         none("lost: without a ledger", sum(one.ledger == "" for one in rollouts)),
         none("that share a ledger with another", len(rollouts) - len(ids)),
         none("more or fewer than the ledgers of a living node", sum(abs(one.ledgers - where[one.name]) for one in living), counts),
+        none("whose node has another id for them", len(strays), f"of the latest {len(told)}, which is what nodes keep"),
         none("whose lease outlived them", sum(one.leases for one in living)),
         none("scored on a fault", sum(one.score is not None and (one.fault != "" or one.score != 1.0) for one in rollouts)),
         none("faults on nodes that were not killed", len(elsewhere), "; ".join(sorted({one.fault for one in elsewhere}))),

@@ -20,6 +20,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,12 +84,14 @@ def think_s(rollout: int, median_s: float, spread: float) -> float:
 def summary(batches: Sequence[Batch]) -> dict[str, object]:
     masked = [one for batch in batches for one in batch.masked]
     results = [one for batch in batches for one in batch.results]
+    owners = Counter(one.ledger for one in (*results, *masked))
     return {
         "rollouts": len(results),
         "masked": len(masked),
         "given_up": sum(batch.given_up for batch in batches),
         "masked_reasons": sorted({one.reason for one in masked})[:5],
         "ledgers": len({one.ledger for one in (*results, *masked) if one.ledger}),
+        "without_a_ledger_of_its_own": sum(not one.ledger or owners[one.ledger] > 1 for one in results),
         "scored_on_a_fault": sum(one.reward is not None for one in masked) + sum(one.verdict != "trusted" for one in results),
         "mean_reward": statistics.fmean(one.reward or 0.0 for one in results) if results else None,
         "nodes": {name: sum(one.node == name for one in results) for name in sorted({one.node for one in results})},

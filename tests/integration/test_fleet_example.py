@@ -1,6 +1,7 @@
 """The trainer's example, with a node that is killed on the way; a short run of what its own defaults do with 1,000."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -35,6 +36,17 @@ def test_the_summary_counts_ledgers_and_faults_and_tells_both_ways_apart():
     assert found["plain"]["slowest_over_median_rollout"] == 1.5 and found["redundant"]["slowest_over_median_rollout"] == 1.0
     assert summary([Batch((GOOD,), (GOOD,), 1.0, 0)])["scored_on_a_fault"] == 1
     assert summary([Batch((LOST,), (), 1.0, 0)])["scored_on_a_fault"] == 1
+
+
+def test_the_summary_tells_of_results_whose_ledger_is_missing_or_is_anothers_too():
+    def counted(*ledgers, masked=()):
+        kept, lost = (tuple(dataclasses.replace(one, ledger=name) for name in names) for one, names in ((GOOD, ledgers), (LOST, masked)))
+        return summary([Batch(kept, lost, 1.0, 0)])["without_a_ledger_of_its_own"]
+
+    assert counted("l1", "l2", masked=("l3", "", "")) == 0, "a rollout that had no lease has no ledger"
+    assert counted("l1", "l1", "l2") == 2
+    assert counted("l1", "") == 1
+    assert counted("l1", "l2", masked=("l2",)) == 1
 
 
 def test_an_agent_thinks_as_long_in_every_run():
@@ -204,7 +216,7 @@ def played(cluster, tmp_path, *, rollouts, batch, extra, after, nodes):
     print(json.dumps(found))  # for docs/fleet.md
     assert found["rollouts"] == found["counted"] == batches * batch and found["given_up"] == 0
     assert found["masked"] > 0 and found["scored_on_a_fault"] == 0
-    assert found["ledgers"] >= found["rollouts"] and found["mean_reward"] == 1.0
+    assert found["without_a_ledger_of_its_own"] == 0 and found["mean_reward"] == 1.0
     assert found["plain"]["batches"] == found["redundant"]["batches"] == batches // 2
     assert found["redundant"]["surplus"] > 0 and found["leases_left"] == 0
     assert "NodeDiedError" in found["masked_reasons"]  # it had rollouts when it was killed
