@@ -86,10 +86,16 @@ def _wait_nothing_left(cluster, state: Path, groups: list[str]) -> None:
         time.sleep(0.05)
 
 
-def _groups(cluster) -> list[str]:
-    """The marks of the agents' control groups, which have the agent's process id in their names."""
-    pids = [pid for node_id in cluster.ids() for pid in cluster.processes(node_id)]
+def _groups(cluster, *node_ids: str) -> list[str]:
+    """The marks of the agents' control groups, which have the agent's process id in their names; of all nodes where none is given."""
+    pids = [pid for node_id in node_ids or cluster.ids() for pid in cluster.processes(node_id)]
     return [f"untax-engine-{pid}-" for pid in pids if _comm(pid) == "untax-agent"]
+
+
+def _of_node(cluster, state: Path, groups: list[str]) -> list[str]:
+    """What there is of one node's agent. Ray's processes and the fleet's on other nodes go on."""
+    found = traces(state, mark="nothing", groups=groups, is_other=_is_rays)
+    return [*(one for names in found.values() for one in names), *map(str, (*state.glob("fleet-*"), *state.glob("*/*engine-*")))]
 
 
 def _join(cluster, work: str, **popen) -> subprocess.Popen:
@@ -145,6 +151,9 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
             "no node is named 'nobody'" in told("drain", "nobody", code=2)["message"] and name in told("drain", "nobody", code=2)["message"]
         )
         meant = next(one["node_id"] for one in up["nodes"] if one["name"] == name)
+        groups, its_groups, its_state = _seen(cluster, tmp_path, _OF_A_FLEET), _groups(cluster, meant), tmp_path / meant[:12]
+        assert len(groups) == 2 and len(its_groups) == 1
+        assert all(any(part in one for one in _of_node(cluster, its_state, its_groups)) for part in ("untax-agent", "/engine-", "/fleet-"))
         drained = told("drain", meant[:8], "--no-wait")
         assert drained == {"fleet": "untax", "node": name, "node_id": meant, "drained": False}
         assert {one["name"]: one["state"] for one in told("status")["nodes"]}[name] == "draining"
@@ -155,8 +164,11 @@ def test_a_fleet_is_brought_up_looked_at_drained_and_taken_down(cluster, told, t
     states = {one["name"]: (one["state"], one["trouble"]) for one in told("status")["nodes"]}
     assert states[name] == ("out", "it was drained")
 
-    groups = _seen(cluster, tmp_path, _OF_A_FLEET)
-    assert len(groups) == 1
+    end = time.monotonic() + PATIENCE_S
+    while left := _of_node(cluster, its_state, its_groups):
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
+    assert len(_seen(cluster, tmp_path, _OF_A_FLEET)) == 1, "the other node's stays"
     assert told("down")["nodes"] == [one for one in states if one != name]
     _wait_nothing_left(cluster, tmp_path, groups)
     assert "no fleet 'untax' is up" in told("down", code=2)["message"]

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests import raycluster
 from tests.images import small_image
+from tests.leftovers import traces
 from tests.serving import first_line, script
 
 import untax
@@ -84,10 +85,6 @@ def pid_of(fleet, node_id, whose):
     if whose == "actor":
         return actor_of(fleet, node_id).__ray_call__.remote(lambda self: os.getpid())
     return actor_of(fleet, node_id).__ray_call__.remote(lambda self: self._agent._process.pid)
-
-
-def mounts_below(path):
-    return [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if str(path) in line]
 
 
 async def leases_of(fleet):
@@ -260,17 +257,37 @@ async def test_leases_of_a_client_that_is_killed_are_reclaimed_on_every_node(fle
         await asyncio.sleep(0.1)
 
 
-async def test_a_fleet_whose_maker_is_killed_takes_itself_down_and_leaves_nothing(cluster, tmp_path):
+def left_of(state, groups=()):
+    """By kind; of the fleet that has its state there, and no other on the cluster."""
+    found = traces(state, mark="nothing", groups=groups, is_other=lambda name, words: True)
+    return {kind: names for kind, names in found.items() if names}
+
+
+def actors_of(name):
+    import ray
+
+    return [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["name"].split(":")[:2] == ["untax", name]]
+
+
+async def test_a_fleet_whose_maker_is_killed_takes_itself_down_and_leaves_nothing(fleet, cluster, tmp_path):
     process, line = await said(MAKER, cluster.address, str(tmp_path))
     try:
         sockets = json.loads(line)
         assert len(sockets) == 2 and all(os.path.exists(path) for path in sockets)
+        there = [one.split() for one in left_of(tmp_path)["processes"]]
+        groups = [f"untax-engine-{pid}-" for name, pid in there if name == "untax-agent"]
+        assert len(groups) == 2 and {"memfd:cell", "sh"} <= {name for name, _ in there}, "or nothing would be left whatever happened"
+        assert {"mounts", "entries", *(("groups",) if os.geteuid() == 0 else ())} <= left_of(tmp_path, groups).keys()
+        assert len(actors_of("short-lived")) == 3  # who keeps it, and one on each node
     finally:
         process.kill()
         await process.wait()
         process._transport.close()
     await until(lambda: not any(os.path.exists(path) for path in sockets))
-    await until(lambda: not mounts_below(tmp_path) and not list(tmp_path.glob("*/namespace/engine-*")))
+    end = time.monotonic() + PATIENCE_S
+    while any(left := (left_of(tmp_path, groups), actors_of("short-lived"))):
+        assert time.monotonic() < end, left
+        await asyncio.sleep(0.05)
 
 
 # ---- nodes that are not as they should be ----
