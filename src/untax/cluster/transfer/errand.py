@@ -116,18 +116,16 @@ class Errand:
         if not peers:
             return []
         pool = concurrent.futures.ThreadPoolExecutor(min(_AT_ONCE, len(peers)), thread_name_prefix="untax-look")
-        asked = [pool.submit(self._ask, peer) for peer in peers]
+        waiting = {pool.submit(self._ask, peer) for peer in peers}
         found: list[Found] = []
-        until = time.monotonic() + _ASKED_S
+        until = time.monotonic() + _ASKED_S  # whoever has not answered by then is too far away
         try:
-            for future in concurrent.futures.as_completed(asked, timeout=_ASKED_S):
-                if (one := future.result()) is not None:
-                    found.append(one)
-                    until = min(until, time.monotonic() + _GRACE_S)
-                if found and time.monotonic() >= until:
-                    break
-        except concurrent.futures.TimeoutError:
-            pass  # whoever has not answered by now is too far away
+            while waiting and (left_s := until - time.monotonic()) > 0:
+                answered, waiting = concurrent.futures.wait(waiting, left_s, concurrent.futures.FIRST_COMPLETED)
+                for future in answered:
+                    if (one := future.result()) is not None:
+                        found.append(one)
+                        until = min(until, time.monotonic() + _GRACE_S)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return found
