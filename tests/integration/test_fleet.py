@@ -10,8 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests import raycluster
+from tests import chromium, raycluster
 from tests.images import small_directory
+from tests.integration.test_dashboard import _until as until
 
 import untax
 
@@ -277,8 +278,38 @@ async def test_every_agent_knows_the_others_and_answers_for_all_with_the_fleets_
                 break
             await asyncio.sleep(0.05)
         assert text.count("untax_node_up{") == len(fleet.members), text
-        with pytest.raises(untax.UntaxError):
-            await get(dataclasses.replace(address, token="x" * 43), "/fleet/metrics", timeout_s=5)
+        told = json.loads(await get(address, "/v1/fleet", timeout_s=5))
+        assert {one["name"]: (one["node_id"], one["state"]) for one in told["nodes"]} == {
+            one.name: (one.node_id, "in") for one in fleet.members
+        }
+        stranger = dataclasses.replace(address, token="x" * 43)
+        for path in ("/fleet/metrics", "/v1/fleet"):
+            with pytest.raises(untax.UntaxError):
+                await get(stranger, path, timeout_s=5)
+        page = (await get(stranger, "/", timeout_s=5)).decode()
+        assert 'id="nodes"' in page and not any(one.name in page for one in fleet.members), "the page itself holds nothing"
+
+
+async def test_the_page_of_any_agent_shows_every_node(fleet):
+    if reason := chromium.unavailable_reason():
+        pytest.skip(reason)
+    token = fleet._ticket.token
+    names = [one.name for one in fleet.members]
+
+    def shown(url):
+        browser.open("about:blank", width=1280)
+        browser.open(f"{url}/#token={token}", width=1280)
+        until(browser, f"document.querySelectorAll('#nodes tr').length == {len(names) + 1}")
+        return browser.evaluate("[...document.querySelectorAll('#nodes tr')].map(tr => [...tr.children].map(td => td.textContent).slice(0, 2))")
+
+    browser = await asyncio.to_thread(chromium.Browser().__enter__)
+    try:
+        browser.call("Security.setIgnoreCertificateErrors", ignore=True)  # it does not know the fleet's authority
+        for member in fleet.members:
+            head, *rows = await asyncio.to_thread(shown, member.url)
+            assert head == ["node", "state"] and sorted(rows) == sorted([name, "in"] for name in names)
+    finally:
+        await asyncio.to_thread(browser.__exit__, None, None, None)
 
 
 async def test_a_ticket_that_does_not_fit_is_refused_with_the_remedy(fleet):
