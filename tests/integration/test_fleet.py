@@ -300,7 +300,9 @@ async def test_the_page_of_any_agent_shows_every_node(fleet):
         browser.open("about:blank", width=1280)
         browser.open(f"{url}/#token={token}", width=1280)
         until(browser, f"document.querySelectorAll('#nodes tr').length == {len(names) + 1}")
-        return browser.evaluate("[...document.querySelectorAll('#nodes tr')].map(tr => [...tr.children].map(td => td.textContent).slice(0, 2))")
+        return browser.evaluate(
+            "[...document.querySelectorAll('#nodes tr')].map(tr => [...tr.children].map(td => td.textContent).slice(0, 2))"
+        )
 
     browser = await asyncio.to_thread(chromium.Browser().__enter__)
     try:

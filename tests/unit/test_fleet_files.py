@@ -1,7 +1,9 @@
 """The manifests of docs/fleet are what their readers take: Ray's own check, and the command line they start."""
 
+import math
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import yaml
 
 from untax import __version__
 from untax.cli import _parser
-from untax.pool.simulation import read_fleet
+from untax.pool.simulation import POLICIES, drawn, read_fleet, simulate
 
 _PLACE = Path(__file__).parents[2] / "docs" / "fleet"
 
@@ -85,5 +87,26 @@ def test_what_the_manifests_say_to_run_is_there_to_be_run():
     assert drain.node == "$(hostname -i)"  # which is too small for that
 
 
-def test_the_simulator_reads_the_file_on_sizing():
-    assert read_fleet(_PLACE / "sizing.toml").with_rollouts(10) is not None
+def test_the_file_on_sizing_has_an_answer_for_every_policy():
+    description = read_fleet(_PLACE / "sizing.toml").with_rollouts(400)
+    trace = drawn(description, 1)
+    found = {policy: simulate(description, trace, policy, 1) for policy in POLICIES}
+    assert {policy: one.rollouts for policy, one in found.items()} == dict.fromkeys(POLICIES, 200), (
+        "the other half brings the nodes to what is usual"
+    )
+    for one in found.values():
+        assert 0 < one.p50_s <= one.p95_s <= one.p99_s < math.inf and one.queue_s < one.mean_s and one.builds > 0
+        assert sum(one.shares.values()) == pytest.approx(1)
+
+
+def test_where_there_is_room_to_choose_the_nearest_state_is_quicker_than_any_node_and_builds_less():
+    """As the page says of the same load on twelve nodes."""
+    description = read_fleet(_PLACE / "sizing.toml").with_rollouts(2000)
+    load = description.arrivals.utilisation * description.fleet.nodes
+    description = replace(
+        description, fleet=replace(description.fleet, nodes=12), arrivals=replace(description.arrivals, utilisation=load / 12)
+    )
+    trace = drawn(description, 1)
+    near, random = (simulate(description, trace, policy, 1) for policy in ("state-distance", "random"))
+    assert near.mean_s < random.mean_s
+    assert near.builds < random.builds / 2
