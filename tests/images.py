@@ -105,6 +105,13 @@ def small_directory() -> Path:
     return _made_once(f"untax-test-image-{os.geteuid()}-{_LAYOUT}", build)
 
 
+def small_archive(directory: Path) -> Path:
+    """That one as an image that is the same on every machine, so that what stands on it travels."""
+    image = directory / "small.tar"
+    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
+    return image
+
+
 def tools_directory() -> Path:
     """The small one with the running Python, git, curl and what hostile cases use."""
     return _made_once(f"untax-test-tools-{os.geteuid()}-{_TOOLS_LAYOUT}", build_tools)

@@ -6,12 +6,11 @@ import dataclasses
 import json
 import os
 import pickle
-import subprocess
 from pathlib import Path
 
 import pytest
 from tests import chromium, raycluster
-from tests.images import small_directory
+from tests.images import small_archive
 from tests.integration.test_dashboard import _until as until
 
 import untax
@@ -187,13 +186,6 @@ class _Blocking:
 
     def __reduce__(self):
         return self._reduced
-
-
-def small_archive(directory):
-    """An image that is the same on every machine, so that what stands on it travels."""
-    image = directory / "small.tar"
-    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
-    return image
 
 
 async def test_what_one_node_built_another_fetches_and_snapshots_are_copied(fleet, cluster, tmp_path):

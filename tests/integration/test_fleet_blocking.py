@@ -1,12 +1,11 @@
 """`untax.sync.Fleet` over two Ray nodes, and handles of fleets that Ray itself carries into tasks and actors."""
 
 import asyncio
-import subprocess
 import threading
 
 import pytest
 from tests import raycluster
-from tests.images import small_directory
+from tests.images import small_archive
 
 import untax
 import untax.sync
@@ -26,10 +25,7 @@ def fleet(ray_nodes, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory):
-    """Of an image that is the same on every machine, so that what stands on it travels."""
-    image = tmp_path_factory.mktemp("image") / "small.tar"
-    subprocess.run(["tar", "-C", small_directory(), "-cf", image, "."], check=True)
-    return untax.EnvSpec(image=f"tar:{image}")
+    return untax.EnvSpec(image=f"tar:{small_archive(tmp_path_factory.mktemp('image'))}")
 
 
 def acquired_on(fleet, member, spec=None):

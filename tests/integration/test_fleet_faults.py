@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests import raycluster
-from tests.images import small_image
+from tests.images import small_archive, small_image
 from tests.leftovers import traces
 from tests.serving import first_line, script
 
@@ -123,6 +123,28 @@ async def test_a_node_that_joins_gets_its_share_and_one_that_is_killed_loses_its
     for one in (box, idle, kept):
         await one.release()
     assert kept.ledger.verdict == "trusted"
+
+
+async def restored(fleet, snapshot):
+    async with fleet.restore(snapshot) as box:
+        assert await box.read("mine") == b"of the node that went"
+        assert box._engine.member.node_id == elsewhere(fleet).member.node_id
+
+
+async def test_a_copy_of_a_snapshot_outlives_the_node_that_took_it(fleet, cluster, tmp_path):
+    joined = await asyncio.to_thread(cluster.add)
+    await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
+    node = next(one for one in fleet._nodes.values() if one.member.node_id == joined)
+    async with node.lease(untax.EnvSpec(image=f"tar:{small_archive(tmp_path)}")) as box:
+        await box.write("mine", b"of the node that went")
+        snapshot = await box.snapshot()
+        there = await fleet.copy(snapshot, elsewhere(fleet).member.node_id)
+    await asyncio.to_thread(cluster.kill, joined)
+    await restored(fleet, there)  # at once: nobody need have noticed
+    await until(lambda: joined not in {member.node_id for member in fleet.members})
+    for known_as in (there, there.id, snapshot):  # what it was a copy of is the copy now
+        await restored(fleet, known_as)
+    await there.drop()
 
 
 @pytest.mark.parametrize("whose", ["actor", "agent"])

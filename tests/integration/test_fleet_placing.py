@@ -23,7 +23,6 @@ from untax.cluster.trust import Trust
 from untax.core.span import now_ns
 from untax.pool.options import PoolOptions
 
-
 NOT_AHEAD_S = 59.0  # of leases that last no longer than this none is given ahead (`untax.remote.hand`)
 SLOW_S = 0.5  # of a sandbox, where it takes some milliseconds otherwise
 
