@@ -56,7 +56,7 @@ def counted() -> Iterator[list[str]]:
     calls: list[str] = []
     asked = ("get", "put", "wait", "kill", "cancel", "get_actor", "nodes", "cluster_resources", "available_resources")
     stored = ("get", "exists", "put", "del", "list")
-    watched = [(ray, name) for name in asked] + [(internal_kv, f"_internal_kv_{name}") for name in stored]
+    watched: list[tuple[Any, str]] = [(ray, name) for name in asked] + [(internal_kv, f"_internal_kv_{name}") for name in stored]
     watched += [(ray.util, "list_named_actors"), *((kind, "_remote") for kind in (ActorMethod, ActorClass, RemoteFunction))]
     before = {(home, name): getattr(home, name) for home, name in watched}
 
