@@ -165,7 +165,7 @@ async def test_a_drained_node_gets_no_more_leases_and_goes_when_its_last_is_over
     joined = await asyncio.to_thread(cluster.add)
     await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
     box = await box_on(fleet, joined)
-    draining = asyncio.ensure_future(fleet._joining.asked(fleet._joining.keeper.drain.remote(joined[:12])))
+    draining = asyncio.ensure_future(fleet._joining.asked(fleet._joining.keeper.drain, joined[:12]))
     await until(lambda: any(one.is_draining for one in fleet.members if one.node_id == joined))
     for _ in range(4):
         async with fleet.lease() as other:
@@ -176,7 +176,7 @@ async def test_a_drained_node_gets_no_more_leases_and_goes_when_its_last_is_over
     assert box.ledger.verdict == "trusted"
     await until(lambda: joined not in {member.node_id for member in fleet.members})
     assert [one.reason for one in fleet.refusals if one.node_id == joined] == ["it was drained"]
-    assert "no node is named 'nonsense'" in await fleet._joining.asked(fleet._joining.keeper.drain.remote("nonsense"))
+    assert "no node is named 'nonsense'" in await fleet._joining.asked(fleet._joining.keeper.drain, "nonsense")
     await asyncio.to_thread(cluster.kill, joined)
 
 
@@ -194,7 +194,7 @@ def begins_late(keeper):
 async def test_a_node_that_is_drained_before_its_agent_is_there_does_not_come_in_with_it(fleet, cluster):
     await fleet._joining.keeper.__ray_call__.remote(begins_late)
     joined = await asyncio.to_thread(cluster.add)
-    while said := await fleet._joining.asked(fleet._joining.keeper.drain.remote(joined[:12])):
+    while said := await fleet._joining.asked(fleet._joining.keeper.drain, joined[:12]):
         assert "no node is named" in said
         await asyncio.sleep(0.02)
     while not await fleet._joining.keeper.__ray_call__.remote(lambda self: self._nodes[joined].tending.done()):

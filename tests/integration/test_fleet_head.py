@@ -67,7 +67,7 @@ async def test_sandboxes_channels_and_leases_go_on_without_the_head_and_it_finds
                 assert (await box.shell("echo whole > go")).exit_code == 0
             assert [one.stdout for one in await asyncio.gather(*running)] == [b"whole\n"] * 2
             assert await asyncio.to_thread(agents, fleet) == pids  # they are the same
-            assert await fleet._joining.asked(fleet._joining.keeper.instance.remote()) == fleet._ticket.instance
+            assert await fleet._joining.asked(fleet._joining.keeper.instance) == fleet._ticket.instance
             joined = await asyncio.to_thread(cluster.add)
             await until(lambda: joined in {node.member.node_id for node in fleet._nodes.values()})
             async with untax.Fleet.from_ticket(fleet.ticket()) as late, late.lease() as box:

@@ -111,7 +111,7 @@ async def test_a_drain_is_gone_on_with_when_whoever_keeps_the_fleet_was_killed(c
         node = next(node for node in fleet._nodes.values() if not node.is_here)
         node_id = node.member.node_id
         box = await node.acquire()
-        assert await fleet._joining.asked(fleet._joining.keeper.drain.remote(node_id, wait=False)) == ""
+        assert await fleet._joining.asked(fleet._joining.keeper.drain, node_id, wait=False) == ""
         await _kill_keeper(fleet)
         roll = await _said_anew(fleet)
         assert {one.node_id: one.is_draining for one in roll.members} == {one: one == node_id for one in cluster.ids()}
@@ -133,7 +133,7 @@ async def _said_anew(fleet):
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return Roll.from_json(await fleet._joining.asked(fleet._joining.keeper.members.remote(-1)))
+            return Roll.from_json(await fleet._joining.asked(fleet._joining.keeper.members, -1))
         except untax.UntaxError as exc:
             assert time.monotonic() < end, exc
             assert str(exc) == str(terms.down(fleet.name)) or "could not be asked" in str(exc)

@@ -262,16 +262,21 @@ def find_keeper(name: str) -> Any | None:
     from untax.cluster import actors
 
     ray = require_ray()
-    if not ray.is_initialized():  # asked now, Ray would start a cluster of its own
-        raise BackendError(
-            "", f"this process has left its Ray cluster (ray.shutdown()), so nobody says who is in the fleet {name!r}: connect anew"
-        )
+    _check_connected(name)
     try:
         return ray.get_actor(actors.keeper_name(name), actors.NAMESPACE)
     except ValueError:
         return None
     except ray.exceptions.RayError as exc:
         raise away(exc) from exc
+
+
+def _check_connected(name: str) -> None:
+    """Before whatever of Ray's would start a cluster where this process is part of none: calls to actors and their cancelling do, too."""
+    if not require_ray().is_initialized():
+        raise BackendError(
+            "", f"this process has left its Ray cluster (ray.shutdown()), so nobody says who is in the fleet {name!r}: connect anew"
+        )
 
 
 def away(exc: BaseException) -> BackendError:
@@ -336,7 +341,19 @@ def _beside_the_head() -> Any:
     return "DEFAULT"
 
 
-async def asked(name: str, call: Awaitable[T]) -> T:
+def ask(name: str, method: Any, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+    """Ask whoever keeps the fleet, by a method of its handle. `BackendError` where this process has left its cluster."""
+    _check_connected(name)
+    called: Awaitable[Any] = method.remote(*args, **kwargs)
+    return called
+
+
+async def asked(name: str, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """What whoever keeps the fleet says to that; its death is the fleet's end."""
+    return await answer(name, ask(name, method, *args, **kwargs))
+
+
+async def answer(name: str, call: Awaitable[T]) -> T:
     """What a call to whoever keeps the fleet gives; its death is the fleet's end."""
     from ray.exceptions import RayActorError, RayError, RayTaskError
 
@@ -363,15 +380,21 @@ def found(name: str) -> Any:
 def cancel(call: Any) -> None:
     """Nobody waits for it any more. Where whoever keeps the fleet is not told, the call ends by itself a moment later."""
     try:
-        require_ray().cancel(call, recursive=False)
+        if (ray := require_ray()).is_initialized():  # or it was ended with its connection, and Ray would start a cluster to cancel it there
+            ray.cancel(call, recursive=False)
     except Exception as exc:
         log.debug("a call was not cancelled: %s", exc)
 
 
 async def take_down(keeper: Any) -> None:
-    """End every agent of a fleet, then who keeps it. One that does not answer is killed all the same, and its agents end by themselves."""
+    """End every agent of a fleet, then who keeps it. One that does not answer is killed all the same, and its agents end by themselves.
+
+    So they do where this process has left its cluster: whoever keeps a fleet that does not last went with it.
+    """
     from ray.exceptions import RayError
 
+    if not require_ray().is_initialized():  # Ray would start a cluster to ask it there
+        return
     try:
         async with asyncio.timeout(_DOWN_S):
             await keeper.down.remote()

@@ -281,11 +281,14 @@ class Fleet(Leasing):
         try:
             if said := telling.result():
                 self._take(Roll.from_json(said))
+            return
         except UntaxError as exc:
             log.info("nobody tells who is in the fleet: %s", exc)
-            await asyncio.sleep(AGAIN_S)  # Ray tells nobody when an actor is there again
-            await self._look_up()
-            self._roll = replace(self._roll, version=-1)
+        except Exception:  # Ray's own, say, as its connection ends: the fleet is followed all the same
+            log.exception("nobody tells who is in the fleet %s", self.name)
+        await asyncio.sleep(AGAIN_S)  # Ray tells nobody when an actor is there again
+        await self._look_up()
+        self._roll = replace(self._roll, version=-1)
 
     async def _check_up(self) -> None:
         """Raise if nobody keeps it any more, which may not have been told yet. Only asked when nodes do not answer, or not as they should."""

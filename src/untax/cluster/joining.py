@@ -42,7 +42,7 @@ class Joining:
         for left in reversed(range(_TRIES)):
             await blocking(functools.partial(self._find, there))
             try:
-                ticket = Ticket.from_json(await self.asked(self.keeper.ticket.remote()))
+                ticket = Ticket.from_json(await self.asked(self.keeper.ticket))
                 break
             except PoolClosed:
                 if self.is_maker or not left:
@@ -58,7 +58,7 @@ class Joining:
 
     async def _check_plan(self) -> None:
         """Options that were given are those of the fleet that is there, or it is not the one that was meant."""
-        plan = await self.asked(self.keeper.plan.remote())
+        plan = await self.asked(self.keeper.plan)
         there = {"substrate": plan.substrate, "state_dir": plan.state_dir, "lease_s": plan.lease_s, **asdict(plan.scaling), **plan.options}
         for name, value in self._given.items():
             if there.get(name) != value:
@@ -82,7 +82,7 @@ class Joining:
         if await self._is_ours(found, ticket) is False:
             raise await self._gone(ticket, there, terms.replaced)
         self.keeper = found
-        return ticket if ticket.members else Ticket.from_json(await self.asked(found.ticket.remote()))
+        return ticket if ticket.members else Ticket.from_json(await self.asked(found.ticket))
 
     async def _gone(self, ticket: Ticket, there: str, why: Why) -> UntaxError:
         """The fleet may be well, on a cluster that this process is not part of."""
@@ -91,24 +91,24 @@ class Joining:
 
     # ---- from then on ----
 
-    async def asked(self, call: Any) -> Any:
-        """What a call to the keeper gives; its death is the fleet's end."""
-        return await access.asked(self.name, call)
+    async def asked(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        """What the keeper says to that; its death is the fleet's end."""
+        return await access.asked(self.name, method, *args, **kwargs)
 
     async def roll(self) -> Roll:
         """As it is now."""
         if self.keeper is None:
             raise terms.silent(self.name)
-        return Roll.from_json(await self.asked(self.keeper.members.remote(-1)))
+        return Roll.from_json(await self.asked(self.keeper.members, -1))
 
     async def news(self, version: int) -> str:
         """The roll that follows; nothing where that is long in coming."""
         if self.keeper is None:
             raise BackendError("", "Ray's head has not answered yet")
         loop = asyncio.get_running_loop()
-        began_s, call = loop.time(), self.keeper.members.remote(version)
+        began_s, call = loop.time(), access.ask(self.name, self.keeper.members, version)
         try:
-            said = str(await self.asked(call))
+            said = str(await access.answer(self.name, call))
         except asyncio.CancelledError:
             access.cancel(call)
             raise
@@ -130,8 +130,8 @@ class Joining:
         """Whether it keeps this fleet, and not another that has its name; None while it does not say, about to go or to be there again."""
         try:
             async with asyncio.timeout(_ASK_S):
-                return bool(await self.asked(keeper.instance.remote()) == ticket.instance)
-        except (UntaxError, TimeoutError):
+                return bool(await self.asked(keeper.instance) == ticket.instance)
+        except Exception:  # of Ray's too, while this process leaves its cluster
             return None
 
     async def take_down(self) -> None:

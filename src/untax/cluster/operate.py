@@ -57,11 +57,11 @@ class Operated:
         self._peers = Peers(ticket.token, pinned(ticket.authority))
 
     async def roll(self) -> Roll:
-        return Roll.from_json(await asked(self.ticket.name, self._keeper.members.remote(-1)))
+        return Roll.from_json(await asked(self.ticket.name, self._keeper.members, -1))
 
     async def plan(self) -> Plan:
         """How its engines were made."""
-        plan: Plan = await asked(self.ticket.name, self._keeper.plan.remote())
+        plan: Plan = await asked(self.ticket.name, self._keeper.plan)
         return plan
 
     async def status(self) -> FleetStatus:
@@ -78,7 +78,7 @@ class Operated:
 
     async def drain(self, node: str, *, wait: bool = True) -> None:
         """No new leases there; returns once the last is over and its agent has ended. `UsageError` for a node that is not in the fleet."""
-        if trouble := await asked(self.ticket.name, self._keeper.drain.remote(node, wait=wait)):
+        if trouble := await asked(self.ticket.name, self._keeper.drain, node, wait=wait):
             raise UsageError(str(trouble))
 
     async def down(self) -> None:
@@ -133,7 +133,7 @@ async def operating(address: str, name: str) -> AsyncIterator[Operated]:
         keeper = await asyncio.to_thread(access.find_keeper, name)
         if keeper is None:
             raise UsageError(f"no fleet {name!r} is up on this Ray cluster: untax fleet up, or give its --name")
-        yield Operated(keeper, Ticket.from_json(await asked(name, keeper.ticket.remote())))
+        yield Operated(keeper, Ticket.from_json(await asked(name, keeper.ticket)))
 
 
 @asynccontextmanager
@@ -146,7 +146,7 @@ async def up(address: str, plan: Plan) -> AsyncIterator[tuple[Operated, bool]]:
         try:
             await blocking(lambda: started.append(access.start_keeper(plan, there, is_lasting=True)))
             ((keeper, is_new),) = started
-            ticket = Ticket.from_json(await asked(plan.name, keeper.ticket.remote()))
+            ticket = Ticket.from_json(await asked(plan.name, keeper.ticket))
             operated = Operated(keeper, ticket)
             roll = await operated.roll()
             if not roll.members:

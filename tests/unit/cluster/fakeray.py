@@ -8,6 +8,7 @@ import contextvars
 import pickle
 from types import SimpleNamespace
 
+import pytest
 from ray.exceptions import ActorDiedError
 
 from untax.cluster.gauge import Gauge
@@ -28,6 +29,8 @@ class FakeRay:
         self.stored = {}
         self.killed = []
         self.asked = []
+        self.is_connected = True
+        self.cancelled = []
         self.util = SimpleNamespace(list_named_actors=self._list)
         self.internal_kv = SimpleNamespace(_internal_kv_put=self._put, _internal_kv_list=self._keys, _internal_kv_del=self._delete)
 
@@ -50,6 +53,23 @@ class FakeRay:
 
     # ---- what the modules use ----
 
+    def is_initialized(self):
+        return self.is_connected
+
+    def init(self, **_):
+        pytest.fail("it would have started a cluster")
+
+    def cancel(self, call, *, recursive):
+        assert not recursive
+        self._connect()
+        self.cancelled.append(call)
+        call.cancel()
+
+    def _connect(self):
+        """As what Ray does by itself, for whoever asks it for anything without being part of a cluster."""
+        if not self.is_connected:
+            self.init()
+
     def remote(self, kind):
         def options(*, name, **_):
             async def made(*args, **kwargs):
@@ -68,6 +88,7 @@ class FakeRay:
         return self.named[name]
 
     def kill(self, handle):
+        self._connect()
         self.loop.call_soon_threadsafe(handle.die)
 
     def get_runtime_context(self):
@@ -99,7 +120,11 @@ class Handle:
         self.context.run(_current.set, self)
 
     def __getattr__(self, method):
-        return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(self._call(method, args, kwargs)))
+        def remote(*args, **kwargs):
+            self.ray._connect()
+            return asyncio.ensure_future(self._call(method, args, kwargs))
+
+        return SimpleNamespace(remote=remote)
 
     async def _call(self, method, args, kwargs):
         if self.death.done():

@@ -12,9 +12,11 @@ import pytest
 pytest.importorskip("ray", reason="ray: not installed; pip install 'untax[ray]'")
 
 import ray
+from tests.unit.cluster.fakeray import FakeRay
 
 import untax
 from untax.cluster import access
+from untax.cluster.joining import Joining
 from untax.cluster.plan import Plan
 from untax.layers._held import blocking
 
@@ -151,7 +153,19 @@ def test_a_head_that_is_away_is_a_failure_of_the_cluster_with_its_remedy(cluster
 # ---- taking a fleet down ----
 
 
-async def test_a_keeper_that_does_not_answer_is_killed_and_that_is_said(monkeypatch, caplog):
+@pytest.fixture
+async def fake(monkeypatch):
+    """Ray with one actor, who keeps a fleet and answers nothing."""
+    fake = FakeRay()
+    monkeypatch.setattr(access, "require_ray", lambda: fake)
+    fake.keeper = fake.make(lambda: SimpleNamespace(members=lambda _: asyncio.Event().wait(), down=asyncio.Event().wait), name="keeper")
+    yield fake
+    fake.keeper.die()
+    await asyncio.sleep(0)
+    fake.loop.set_task_factory(None)
+
+
+async def test_a_keeper_that_does_not_answer_is_killed_and_that_is_said(fake, monkeypatch, caplog):
     killed = []
 
     async def kill(actor):
@@ -159,10 +173,9 @@ async def test_a_keeper_that_does_not_answer_is_killed_and_that_is_said(monkeypa
 
     monkeypatch.setattr(access, "kill", kill)
     monkeypatch.setattr(access, "_DOWN_S", 0.01)
-    keeper = SimpleNamespace(down=SimpleNamespace(remote=asyncio.Event().wait))
     with caplog.at_level(logging.WARNING):
-        await access.take_down(keeper)
-    assert killed == [keeper]
+        await access.take_down(fake.keeper)
+    assert killed == [fake.keeper]
     assert "not taken down within 0.01 s: its keeper is killed" in caplog.text
 
 
@@ -245,3 +258,28 @@ def test_who_has_left_its_cluster_starts_none_by_asking_who_keeps_a_fleet(cluste
     monkeypatch.setattr(cluster, "get_actor", lambda *_: pytest.fail("it would have started one"), raising=False)
     with pytest.raises(untax.BackendError, match="has left its Ray cluster"):
         access.find_keeper("x")
+
+
+async def test_who_has_left_its_cluster_starts_none_by_what_it_does_to_its_fleet(fake):
+    """Neither by asking who keeps it nor by asking that no more, nor by taking it down: Ray does, on the event loop."""
+    joining = Joining(Plan("x"), {})
+    joining.keeper, joining.is_maker = fake.keeper, True
+    call = access.ask("x", fake.keeper.members, -1)
+    fake.is_connected = False
+    for ask in (joining.news(1), joining.roll(), joining.asked(fake.keeper.down)):
+        with pytest.raises(untax.BackendError, match="has left its Ray cluster"):
+            await ask
+    assert await joining._is_ours(fake.keeper, None) is None
+    access.cancel(call)
+    assert not fake.cancelled
+    await asyncio.wait_for(joining.take_down(), 10)
+
+
+async def test_a_question_that_nobody_waits_for_any_more_is_cancelled(fake):
+    joining = Joining(Plan("x"), {})
+    joining.keeper = fake.keeper
+    asking = asyncio.ensure_future(joining.news(1))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert len(fake.cancelled) == 1

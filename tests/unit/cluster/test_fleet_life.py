@@ -57,7 +57,11 @@ class Keeping:
         self.was_taken_down = False
 
     def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(self._answer(name, *args)))
+        def remote(*args):
+            access.require_ray().auto_init()
+            return asyncio.ensure_future(self._answer(name, *args))
+
+        return SimpleNamespace(remote=remote)
 
     async def _answer(self, name, *args):
         if self.is_dead:
@@ -91,6 +95,21 @@ class Near:
         self.is_waited_for = threading.Event()
         self.is_passed = threading.Event()
         self.trouble = []
+        self.is_connected = True
+        self.is_asked = False
+
+    def is_initialized(self):
+        return self.is_connected
+
+    def auto_init(self):
+        """As Ray before whatever it is asked for."""
+        self.is_asked = True
+        if not self.is_connected:
+            pytest.fail("Ray would have started a cluster")
+
+    def cancel(self, call, *, recursive):
+        self.auto_init()
+        call.cancel()
 
     def connect(self, address, *, anywhere=False, given_up=None):
         self._pass()
@@ -129,7 +148,7 @@ def near(monkeypatch):
         monkeypatch.setattr(access, name, getattr(near, name))
     monkeypatch.setattr(access, "own_node", lambda: "here")
     monkeypatch.setattr(blocking_module, "_handles", {})
-    monkeypatch.setattr(access, "cancel", lambda call: call.cancel())
+    monkeypatch.setattr(access, "require_ray", lambda: near)
     for one in (module, joining):
         monkeypatch.setattr(one, "AGAIN_S", 0.01)
     return near
@@ -509,6 +528,55 @@ def test_a_handle_that_waits_for_ray_keeps_no_other_from_being_unpickled(near, e
         first.aclose()
     made[0].aclose()
     assert near.users == 0
+
+
+# ---- a program that has left its cluster ----
+
+
+async def test_a_program_that_shut_ray_down_closes_its_fleet_and_starts_no_cluster(near, tmp_path):
+    async with serving(tmp_path):
+        near.keeper = Keeping(ticket(member(tmp_path / "s.sock")))
+        async with Fleet(name="life") as fleet:
+            fleet._joining.is_maker = True
+            assert await rollout(fleet) == 0
+            near.is_connected = near.is_asked = False
+        assert not near.is_asked and not near.keeper.was_taken_down and near.users == 0
+
+
+async def test_a_program_that_shut_ray_down_leases_on_and_hears_again_when_it_is_back(near, tmp_path, monkeypatch):
+    async with serving(tmp_path):
+        here = member(tmp_path / "s.sock")
+        near.keeper = first = Keeping(ticket(here))
+        monkeypatch.setattr(access, "find_keeper", lambda name: access._check_connected(name) or near.keeper)
+        async with Fleet.from_ticket(ticket(here).to_json()) as fleet:
+            near.is_connected = False
+            near.is_asked, first.is_dead, near.keeper = False, True, Keeping(ticket(here))
+            await asyncio.sleep(0.1)  # it looks every hundredth of a second
+            assert await rollout(fleet) == 0 and not near.is_asked
+            near.is_connected = True
+            near.keeper.rolls.append(Roll(7, (here.drained(),), ()))
+            await until(lambda: fleet.members[0].is_draining)
+
+
+async def test_whatever_ray_fails_with_a_fleet_is_followed_on(near, tmp_path, monkeypatch):
+    async with serving(tmp_path):
+        here = member(tmp_path / "s.sock")
+        near.keeper = Keeping(ticket(here))
+        near.keeper.rolls.append(Roll(1, (here,), ()))
+        async with Fleet.from_ticket(ticket(here).to_json()) as fleet:
+            await until(lambda: fleet._roll.version == 1)
+            failed = []
+            with monkeypatch.context() as patched:
+
+                async def answer(self, name, *_):
+                    failed.append(name)
+                    raise AttributeError("core_worker")
+
+                patched.setattr(Keeping, "_answer", answer)
+                near.keeper.rolls.append(Roll(2, (here,), ()))
+                await until(lambda: failed.count("members") >= 2 and "instance" in failed)
+            near.keeper.rolls.append(Roll(3, (here.drained(),), ()))
+            await until(lambda: fleet.members[0].is_draining)
 
 
 # ---- fleets that follow each other under one name ----
