@@ -106,6 +106,7 @@ class Fleet(Leasing):
         self._is_handle = False
         self._may_be_outdated = False
         """Whether the ticket was kept from before, and nobody has leased by it since."""
+        self._renewing: asyncio.Task[None] | None = None
         self._has_ray = False
         self._own_node: str | None = None
         self._nodes: dict[tuple[str, str], NodeEngine] = {}
@@ -397,13 +398,26 @@ class Fleet(Leasing):
             fleet = await (await handles.shared(self._key, lambda: type(self)._of(ticket)))._ready()
         except PoolClosed:
             tickets.forget(ticket)
-            if not self._may_be_outdated:
-                raise
-            self._may_be_outdated = False
-            self._ticket = await blocking(functools.partial(tickets.asked, self.name))
+            if self._ticket is ticket:  # or another lease has renewed it meanwhile
+                if not self._may_be_outdated:
+                    raise
+                await asyncio.shield(self._renewal())
             return await self._ready_to_share()
         self._may_be_outdated = False
         return fleet
+
+    def _renewal(self) -> asyncio.Task[None]:
+        """One for all leases of this event loop that wait for it."""
+        if self._renewing is None or self._renewing.get_loop() is not asyncio.get_running_loop():
+            self._renewing = self.chore(self._renew())
+        return self._renewing
+
+    async def _renew(self) -> None:
+        try:
+            self._ticket = await blocking(functools.partial(tickets.asked, self.name))
+            self._may_be_outdated = False
+        finally:
+            self._renewing = None
 
     @property
     def _used(self) -> Fleet:

@@ -369,6 +369,49 @@ def test_whoever_keeps_the_fleet_is_asked_once_in_a_process(near, elsewhere, ask
     assert asked == ["life"]
 
 
+def replaced_by_another(near, elsewhere):
+    """This process has kept a ticket, and its fleet was followed by another."""
+    near.keeper = Keeping(ticket(member(elsewhere.path)))
+    assert asyncio.run(rollout(Fleet.current("life"))) == 0
+    near.keeper = Keeping(replace(ticket(member(elsewhere.path), authority="of another"), token="another"))
+
+
+def test_leases_at_once_by_a_ticket_that_is_outdated_are_given_all_by_one_that_is_not(near, elsewhere, asked):
+    replaced_by_another(near, elsewhere)
+
+    async def many():
+        fleet = Fleet.current("life")
+        return await asyncio.gather(*(rollout(fleet) for _ in range(4)), return_exceptions=True)
+
+    assert asyncio.run(many()) == [0] * 4
+    assert len(asked) == 2
+
+
+def test_a_lease_that_is_cancelled_while_its_ticket_is_renewed_takes_no_other_along(near, elsewhere, asked, monkeypatch):
+    replaced_by_another(near, elsewhere)
+    gate, is_asked, ask = threading.Event(), threading.Event(), access.ticket_of
+
+    def ticket_of(name):
+        is_asked.set()
+        assert gate.wait(30)
+        return ask(name)
+
+    monkeypatch.setattr(access, "ticket_of", ticket_of)
+
+    async def many():
+        fleet = Fleet.current("life")
+        first, *others = (asyncio.ensure_future(rollout(fleet)) for _ in range(3))
+        await asyncio.to_thread(is_asked.wait)
+        first.cancel()
+        await asyncio.wait([first])
+        gate.set()
+        assert first.cancelled()
+        return await asyncio.gather(*others)
+
+    assert asyncio.run(many()) == [0, 0]
+    assert len(asked) == 2
+
+
 def test_so_it_is_by_blocking_tasks(near, elsewhere, asked):
     near.keeper = Keeping(ticket(member(elsewhere.path)))
     for _ in range(3):
