@@ -98,6 +98,9 @@ def checked_address(address: object, said_by: str = "address") -> tuple[str, int
 
 def _connect(ray: Any, address: str, given_up: GivenUp) -> tuple[str, bool]:
     """The head's address, as this process has it, and whether it was this call that connected."""
+    if _Users.left is not None:  # two at a time are one too many for Ray, and what that one still comes to is ended: it is nobody's to use
+        _wait(_Users.left, address, given_up)
+        _Users.left = None
     is_new = not ray.is_initialized()
     if is_new:
         _reach(address)
@@ -119,9 +122,6 @@ def _connect(ray: Any, address: str, given_up: GivenUp) -> tuple[str, bool]:
 
 def _init(ray: Any, address: str, given_up: GivenUp) -> None:
     """In a thread that nobody has to wait for: where something listens that is no Ray it tries for minutes, and cannot be told to stop."""
-    if _Users.left is not None:  # two at a time are one too many for Ray
-        _wait(_Users.left, address, given_up)
-        _Users.left = None
     found: concurrent.futures.Future[None] = concurrent.futures.Future()
     over: concurrent.futures.Future[None] = concurrent.futures.Future()
     guard, is_left = threading.Lock(), False

@@ -245,6 +245,31 @@ def test_the_next_who_connects_waits_for_an_attempt_that_was_given_up(hanging, m
     access.disconnect()
 
 
+def test_a_connection_that_is_about_to_be_ended_is_not_taken_for_the_programs_own(hanging, monkeypatch):
+    """Ray counts as connected until whoever gave the attempt up has ended it."""
+    may_end, is_ending, shutdown = threading.Event(), threading.Event(), hanging.shutdown
+
+    def slow():
+        is_ending.set()
+        assert may_end.wait(30)
+        shutdown()
+
+    hanging.shutdown = slow
+    monkeypatch.setattr(access, "_INIT_S", 0.05)
+    with pytest.raises(untax.SubstrateUnavailable):
+        access.connect(hanging.address)
+    hanging.let_in.set()
+    assert is_ending.wait(10) and hanging.is_connected
+    with pytest.raises(untax.SubstrateUnavailable, match="did not let this process in"):
+        access.connect(hanging.address)
+    monkeypatch.setattr(access, "_INIT_S", 30.0)
+    may_end.set()
+    access.connect(hanging.address)
+    assert len(hanging.inits) == 2 and hanging.is_connected and access._Users.is_ours
+    access.disconnect()
+    assert not hanging.is_connected
+
+
 def test_a_head_that_does_not_say_which_cluster_it_is_is_not_waited_for(cluster, monkeypatch):
     monkeypatch.setattr(access, "_REACH_S", 0.05)
     is_over = threading.Event()
