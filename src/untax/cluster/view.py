@@ -27,6 +27,7 @@ _USUAL_WEIGHT = 0.2  # of what one node says a step costs, in what is taken to b
 _MOST_LADDERS = 4096
 _DOUBT_S, _SLOWER = 60.0, 2.0  # until a node is tried again whose sandboxes took so many times longer than the quickest node's
 _LACKING_S = 30.0  # until a node is asked again that had no such image
+_USED_UP_S = 3.0  # in which a node says what else it has than it said before; to who rests it does every two seconds (`untax.server.view`)
 _FORESEEN_S = 1.0  # what was found ahead holds for so long, while nothing else is heard: stages that are being built come nearer
 
 _NUMBERS = ("most_starting", "waiting", "cpus", "busy", "filled")
@@ -65,6 +66,9 @@ class _Node:
     def __init__(self, view: NodeView) -> None:
         self.view = view
         self.idle: dict[str, int] = {}
+        self.used_up: set[str] = set()
+        """Of these keys nothing was idle when the node was asked last, whatever it had told before."""
+        self.used_up_until_s = -math.inf
         self.building: dict[str, float] = {}
         self.starting = self.leased = 0
         self.free_sandboxes = self.free_mib = math.inf
@@ -79,6 +83,7 @@ class _Node:
 
     def take(self, part: Mapping[str, Any], now_s: float) -> None:
         view = self.view
+        self.used_up.clear()  # what it does not say now is as it was told
         if part.get("whole"):
             self.idle, view.stored = {}, set()
         for key, count in part.get("idle", {}).items():
@@ -114,9 +119,9 @@ class _Node:
         ]
 
     def correct(self) -> None:
-        """What is told, less what is claimed."""
+        """What is told, less what is claimed or used up."""
         view, claims = self.view, self.claims
-        view.idle = dict(self.idle) if claims else self.idle
+        view.idle = dict(self.idle) if claims or self.used_up else self.idle
         view.building = dict(self.building) if claims else self.building
         view.starting, view.leased = self.starting, self.leased
         view.free_sandboxes, view.free_mib = self.free_sandboxes, self.free_mib
@@ -132,6 +137,8 @@ class _Node:
                 view.starting += 1
                 for key in claim.building:
                     view.building.setdefault(key, claim.asked_s)
+        for key in self.used_up:
+            view.idle.pop(key, None)
 
 
 class Views:
@@ -203,10 +210,12 @@ class Views:
         one.correct()
 
     def used_up(self, spec: EnvSpec, node: str) -> None:
-        """Nothing is idle there for this, until it says otherwise."""
+        """Nothing is idle there for this, until it says more, or has not for so long that it is again as it was told: that it does not say."""
         one, stages = self._nodes.get(node), self._ladders.get(_asked(spec), {}).get(node) or self.ladder(spec)
-        if one is not None and stages and one.idle.pop(stages[-1].key, 0):
+        if one is not None and stages and stages[-1].key in one.idle:
             self._version += 1
+            one.used_up.add(stages[-1].key)
+            one.used_up_until_s = self._clock() + _USED_UP_S
             one.correct()
 
     def view(self, node: str) -> NodeView | None:
@@ -289,6 +298,10 @@ class Views:
             one.view.avoided_s = max(0.0, one.avoided_until_s - now_s)
             if now_s > one.create_told_s + _DOUBT_S:
                 self._doubt(one)
+            if one.used_up and now_s > one.used_up_until_s:
+                self._version += 1
+                one.used_up.clear()
+                one.correct()
         return rank(
             next(iter(known.values())),
             [one.view for node, one in self._nodes.items() if node not in lack],

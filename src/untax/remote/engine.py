@@ -82,7 +82,7 @@ class RemoteEngine(Leasing):
         self._hand: Hand | None = None
         """None where channels come over the connection itself: who has one of those asks for each."""
         self.on_nothing_ahead: Callable[[EnvSpec], None] | None = None
-        """Told when the next lease of this was wanted with the end of one, and nothing was idle for it."""
+        """Told when the next lease of this was wanted with the end of one, and the server says that nothing was idle for it."""
 
     # ---- its own life ----
 
@@ -355,7 +355,7 @@ class RemoteEngine(Leasing):
         if reply.body.get("sandbox") is None:
             hand.failed()
             reply.discard()
-            if self.on_nothing_ahead is not None:
+            if self.on_nothing_ahead is not None and reply.body.get("is_idle") is False:
                 self.on_nothing_ahead(request.spec)
         else:
             late_s = (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9  # the way here may have taken its time

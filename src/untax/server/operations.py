@@ -164,13 +164,16 @@ class Operations:
         return following
 
     async def _next(self, owner: Owner, lease_id: str, last: Request) -> Outcome:
-        """Another one like the last, for who is likely to ask for it; nothing where that would have to wait or be made, or be somebody else's."""
+        """Another one like the last, for who is likely to ask for it; nothing where that would have to wait or be made, or be somebody else's.
+
+        Where none is idle that is said.
+        """
         if not self._may_give(owner) or not last.is_plain or last.files:
             return Outcome({})
         request = replace(last, wait_s=_NEXT_S, on_asked=None, is_ahead=True)
         try:
             if not self._engine.has_idle(request):
-                return Outcome({})
+                return Outcome({"is_idle": False})
             owner.gate.admit(request.spec)
             if (slot := owner.ahead.add(lease_id)) is None:
                 return Outcome({})

@@ -5,6 +5,7 @@ import math
 import pytest
 
 import untax
+from untax.cluster import view as module
 from untax.cluster.view import Views
 from untax.core.errors import LeaseRefused
 from untax.core.stage import Identity, stages_of
@@ -75,6 +76,36 @@ def test_many_who_ask_at_once_do_not_count_on_one_idle_sandbox(views):
 
     assert sorted(went) == ["a", "a", "b", "b"]
     assert views.rank(SPEC)[0].choice.kind == "cold"
+
+
+def test_what_is_used_up_is_so_until_the_node_says_more(views):
+    """Whatever it says: with each word it says all that is another than it told before."""
+    views.told("a", told(idle={TOP: 4, "other": 1}))
+    views.used_up(SPEC, "a")
+    assert views.view("a").idle == {"other": 1}
+    assert views.rank(SPEC)[0].choice.kind == "cold"
+    views.told("a", {"busy": 0.5})
+    assert views.view("a").idle == {TOP: 4, "other": 1}
+    assert views.rank(SPEC)[0].choice.kind == "exact"
+
+
+def test_what_is_used_up_is_claimed_by_nobody_besides(views):
+    views.told("a", told(idle={TOP: 4}))
+    claimed(views, 7)
+    views.used_up(SPEC, "a")
+    assert views.view("a").idle == {}
+    views.told("a", {"idle": {TOP: 2}, "asked": 7})
+    assert views.view("a").idle == {TOP: 2}
+
+
+def test_a_node_that_says_nothing_has_again_what_it_told_before(views, clock):
+    views.told("a", told(idle={TOP: 4}))
+    views.used_up(SPEC, "a")
+    clock.now_s += module._USED_UP_S - 0.1
+    assert views.rank(SPEC)[0].choice.kind == "cold"
+    clock.now_s += 0.2
+    assert views.rank(SPEC)[0].choice.kind == "exact"
+    assert views.view("a").idle == {TOP: 4}
 
 
 def claimed(views, number):

@@ -481,9 +481,24 @@ async def test_what_a_gate_refuses_is_not_given_ahead(fake, tmp_path):
 
         owner.gate = type(owner.gate)()
         owner.gate.admit = refuse
+        while (await engine.pools()).stages[-1].idle < 1:
+            await asyncio.sleep(0.001)
+        engine.on_nothing_ahead = lambda spec: pytest.fail("one was idle")
         await box.release()
         assert len(engine._hand) == 0 and service.leases == 0
         assert box.ledger.verdict == "trusted"
+
+
+async def test_who_wanted_the_next_one_is_told_that_nothing_was_idle_for_it(fake, tmp_path):
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        said = []
+        engine.on_nothing_ahead = said.append
+        await engine.warm(n=2)
+        await in_a_row(engine, module._IN_A_ROW)
+        box = await engine.acquire()
+        service.engine.has_idle = lambda request: False
+        await box.release()
+        assert len(said) == 1 and said[0].isolation == engine.substrate.isolation and not engine._hand
 
 
 # ---- what must not come of it ----

@@ -275,6 +275,36 @@ async def test_who_rests_is_told_all_of_it_once_and_what_changed_when_it_rests_n
         await until(lambda: 2 in resting.told[-1].get("idle", {}).values())
 
 
+@pytest.mark.parametrize("is_resting", [True, False])
+async def test_what_is_idle_again_as_it_was_told_is_known_to_who_heard_that_it_was_used_up(tmp_path, monkeypatch, hours, is_resting):
+    """Also where it rested meanwhile: nothing is another than it was told, so nothing need be told."""
+    now_s, spec = 100.0, untax.EnvSpec(isolation="none")
+    views = Views(clock=lambda: now_s)
+    views.joined("n", isolation="none")
+    watcher = Onlooker()
+    watcher.say = lambda body, fd=None: (Onlooker.say(watcher, body), views.told("n", body["part"]))
+    async with serving(tmp_path) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=4)
+        stages, _ = await engine.ladder(spec)
+        views.learnt(spec, "n", stages)
+        service.views.watch(watcher, 1)
+        await until(lambda: views.view("n").idle.get(stages[-1].key) == 4)
+        service.views.watch(watcher, 1, is_resting=is_resting)
+        monkeypatch.setattr(service.views, "_push", lambda: None)  # until it is full again
+        boxes = [await engine.acquire() for _ in range(4)]
+        views.used_up(spec, "n")
+        for box in boxes:
+            await box.release()
+        await until(lambda: service.engine.pools().stages[-1].idle == 4)
+        monkeypatch.undo()
+        monkeypatch.setattr(module, "_RESTING_S", 3600.0)
+
+        service.views.watch(watcher, 1)
+        now_s += 5.0
+        assert views.rank(spec)
+        assert views.view("n").idle == {stages[-1].key: 4}
+
+
 async def test_who_rests_hears_of_everything_in_the_end(tmp_path, monkeypatch):
     """And not more often than that."""
     monkeypatch.setattr(module, "_RESTING_S", 0.3)
