@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from untax.cluster import access, terms
+from untax.cluster import access, terms, tickets
 from untax.cluster.plan import Plan
 from untax.cluster.terms import Roll, Ticket
 from untax.core.errors import BackendError, PoolClosed, UntaxError, UsageError
@@ -85,8 +85,8 @@ class Joining:
         return ticket if ticket.members else Ticket.from_json(await self.asked(found.ticket))
 
     async def _gone(self, ticket: Ticket, there: str, why: Why) -> UntaxError:
-        """The fleet may be well, on a cluster that this process is not part of."""
-        is_elsewhere = await blocking(functools.partial(access.is_another, there, ticket.ray_address))
+        """The fleet may be well, on a cluster that this process is not part of. The head of its own may have moved since, and be silent where it was."""
+        is_elsewhere = not tickets.is_own(ticket) and await blocking(functools.partial(access.is_another, there, ticket.ray_address))
         return terms.elsewhere(self.name, there, ticket.ray_address) if is_elsewhere else why(self.name)
 
     # ---- from then on ----

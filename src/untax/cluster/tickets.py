@@ -10,6 +10,8 @@ from untax.cluster import access
 from untax.cluster.terms import Member, Ticket
 
 _kept: dict[tuple[int, str | None, str], Ticket] = {}
+_own: set[tuple[tuple[int, str | None, str], str]] = set()
+"""Which were given here ever, by their tokens."""
 
 
 def current(name: str) -> tuple[Ticket, bool]:
@@ -21,9 +23,15 @@ def current(name: str) -> tuple[Ticket, bool]:
 def asked(name: str) -> Ticket:
     """Blocks."""
     ticket = Ticket.from_json(access.ticket_of(name))
+    _own.add((_key(name), ticket.token))
     if ticket.members:  # of one without, the next who asks may hear more
         _kept[_key(name)] = ticket
     return ticket
+
+
+def is_own(ticket: Ticket) -> bool:
+    """Whether it is of the cluster that this process is part of, kept or not: it was asked for here."""
+    return (_key(ticket.name), ticket.token) in _own
 
 
 def renew(ticket: Ticket, members: Iterable[Member]) -> None:

@@ -359,6 +359,7 @@ def asked(near, monkeypatch):
 
     monkeypatch.setattr(access, "ticket_of", ticket_of)
     monkeypatch.setattr(tickets, "_kept", {})
+    monkeypatch.setattr(tickets, "_own", set())
     return times
 
 
@@ -536,6 +537,26 @@ async def test_a_handle_in_a_process_of_another_cluster_says_so(near, monkeypatc
         ):
             await Fleet.from_ticket(ticket(member(tmp_path / "nobody")).to_json()).start()
     assert near.users == 0
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+async def test_a_ticket_of_the_own_cluster_is_renewed_also_where_its_head_is_another_now(near, tmp_path, monkeypatch, asked, is_started):
+    """What its address leads to now is silent, which says nothing of a cluster that this process is part of."""
+    async with serving(tmp_path):
+        near.keeper = Keeping(ticket(member(tmp_path / "s.sock")))
+        async with Fleet.current("life") as first:
+            assert await rollout(first) == 0
+        monkeypatch.setattr(access, "is_another", lambda *_: True)
+        near.keeper = Keeping(replace(ticket(member(tmp_path / "s.sock"), authority="of another"), token="another", ray_address="head:2"))
+        handle, later = (Fleet.current("life") for _ in range(2))  # the second one's ticket is forgotten by the time that it begins
+        for fleet in (handle, later):
+            if is_started:
+                async with fleet:
+                    assert await rollout(fleet) == 0
+            else:
+                assert await rollout(fleet) == 0
+        if not is_started:
+            await (await handle._ready()).aclose()
 
 
 # ---- blocking handles ----
