@@ -13,7 +13,6 @@ whatever else fails (a node, say) is treated the same way. What would fail again
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import random
@@ -28,6 +27,7 @@ from pathlib import Path
 import untax
 
 ATTEMPTS = 2
+END_S = 30.0  # for rollouts that were not needed to end, before their workers are killed: a program may not let itself be interrupted
 IDLE_S = 30.0  # for the leases of rollouts that were not needed to be back
 LOST_S = 0.05  # a lease that is to be lost lasts so long, which no rollout here does
 # What the agent looks for, and what is there: the last one is not, so a good agent says so and a bad one has no reward.
@@ -131,9 +131,9 @@ def run_rollout(fleet, spec, rollout: int, *, is_lost: bool, think: float) -> Re
         reward = float(said == str(is_there))
     except untax.CommandFailed:
         reward = 0.0  # a failing command is the agent's own doing
-    except (untax.UsageError, untax.StageFailed):
-        raise  # what was asked for can never be had: not the infrastructure's doing, and no reason to ask again
     except untax.UntaxError as exc:
+        if isinstance(exc, untax.UsageError) or (isinstance(exc, untax.StageFailed) and not exc.found_no_room):
+            raise  # what was asked for can never be had: not the infrastructure's doing, as a machine's full disk is, and no reason to ask again
         node, ledger = _where(box)
         return Result(rollout, "infra", None, time.perf_counter() - began, node, type(exc).__name__, ledger)
     node, ledger = _where(box)
@@ -197,9 +197,10 @@ class Trainer:
         finally:
             for one in running:  # their leases are given back by their own `with`
                 self._ray.cancel(one)
-            for one in running:
-                with contextlib.suppress(Exception):
-                    self._ray.get(one)
+            if running:
+                _, late = self._ray.wait(list(running), num_returns=len(running), timeout=END_S)
+                for one in late:  # its node gives back what a process held that is no more
+                    self._ray.cancel(one, force=True)
         return Batch(tuple(kept), tuple(masked), took, extra, len(running), given_up)
 
     def _result(self, reference: object, number: int) -> Result:

@@ -76,6 +76,9 @@ class OneProcess:
         self.play = play
         self.started = []
         self.cancelled = []
+        self.killed = []
+        self.late = ()
+        """The numbers of those that do not end when they are cancelled."""
 
     def put(self, what):
         return what
@@ -87,17 +90,20 @@ class OneProcess:
         self.started.append(number)
         return len(self.started) - 1, number
 
-    def wait(self, references, num_returns):
-        return references[:1], references[1:]
+    def wait(self, references, num_returns, timeout=None):
+        over = [one for one in references if one[1] not in self.late][:num_returns]
+        assert len(over) == num_returns or timeout is not None, "it would wait for ever"
+        return over, [one for one in references if one not in over]
 
     def get(self, reference):
+        assert reference[1] not in self.late, "it would wait for ever"
         found = self.play(reference[1])
         if isinstance(found, Exception):
             raise found
         return found
 
-    def cancel(self, reference):
-        self.cancelled.append(reference[1])
+    def cancel(self, reference, *, force=False):
+        (self.killed if force else self.cancelled).append(reference[1])
 
 
 def trainer(play):
@@ -135,7 +141,15 @@ def test_rollouts_that_are_not_needed_are_cancelled():
     one, ray = trainer(lambda number: Result(number, "trusted", 1.0, 1.0))
     batch = one.batch(3, 2)
 
-    assert (len(batch.results), batch.surplus, ray.cancelled) == (3, 2, [3, 4])
+    assert (len(batch.results), batch.surplus, ray.cancelled, ray.killed) == (3, 2, [3, 4], [])
+
+
+def test_one_that_does_not_end_when_it_is_cancelled_is_killed_and_keeps_no_batch_waiting():
+    one, ray = trainer(lambda number: Result(number, "trusted", 1.0, 1.0))
+    ray.late = (1,)
+    batch = one.batch(3, 2)
+
+    assert (len(batch.results), batch.surplus, ray.cancelled, ray.killed) == (3, 2, [1, 4], [1])
 
 
 @pytest.mark.parametrize("mistake", [untax.UsageError("not so"), untax.StageFailed("repo", "there is no such commit"), TypeError("a slip")])
@@ -158,7 +172,9 @@ class Refusing:
 
 
 def test_a_rollout_masks_what_a_machine_did_and_raises_what_its_caller_did():
-    assert run_rollout(Refusing(untax.BackendError("", "gone")), None, 0, is_lost=False, think=0.0).reason == "BackendError"
+    for fault in (untax.BackendError("", "gone"), untax.StageFailed("setup", "node b: disk_full: a set-up command found no room")):
+        result = run_rollout(Refusing(fault), None, 0, is_lost=False, think=0.0)
+        assert (result.verdict, result.reward, result.reason) == ("infra", None, type(fault).__name__)
     for mistake in (untax.UsageError("not so"), untax.StageFailed("repo", "there is no such commit")):
         with pytest.raises(type(mistake)):
             run_rollout(Refusing(mistake), None, 0, is_lost=False, think=0.0)
