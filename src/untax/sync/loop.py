@@ -1,4 +1,8 @@
-"""An event loop in a thread of its own, and the streams that it carries for others."""
+"""An event loop in a thread of its own, and the streams that it carries for others.
+
+An interrupt (KeyboardInterrupt) may come between any two steps of a caller's thread, also within a lock's or a condition's own Python code, which then stays locked:
+what the loop's thread shares with its callers is C's alone, the loop's own queue of calls and `SimpleQueue`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import os
+import queue
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
@@ -15,6 +20,9 @@ from untax.channel.link import Link
 from untax.core.errors import PoolClosed, UntaxError, UsageError
 
 T = TypeVar("T")
+
+# How long who was interrupted waits for the end of what it had asked for, which ends by itself if that takes longer.
+_CANCEL_S = 10.0
 
 
 class Loop:
@@ -39,20 +47,25 @@ class Loop:
         """Carry `work` out over there and wait for it. An interrupt cancels it first, and waits for that."""
         try:
             self.check()
-        except UntaxError:
-            work.close()
-            raise
-        if threading.current_thread() is self._thread:
-            work.close()
-            raise UsageError("untax.sync was called from its own loop's thread, which would wait for itself")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
+            if threading.get_ident() == self._thread.ident:
+                raise UsageError("untax.sync was called from its own loop's thread, which would wait for itself")
         except BaseException:
-            if not future.done():
-                future.cancel()
-                concurrent.futures.wait([future], timeout=10)
+            work.close()
             raise
+        order = _Order(work)
+        try:
+            self._loop.call_soon_threadsafe(order.begin)
+            order.ended.get()
+        except BaseException:
+            if self._loop.is_closed():
+                work.close()
+            elif not order.is_over:
+                # Behind `begin`, which is there or will never be: the interrupt may have come before the loop was told, or before it was woken.
+                self.call_soon(order.cancel)
+                with contextlib.suppress(queue.Empty):
+                    order.ended.get(timeout=_CANCEL_S)
+            raise
+        return order.result()
 
     def call_soon(self, function: Callable[..., object], *args: object) -> None:
         if not self._loop.is_closed():
@@ -72,6 +85,53 @@ class Loop:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+
+class _Order(Generic[T]):
+    """Work of the loop that another thread waits for. All but `result` is done in the loop's thread, where no interrupt comes."""
+
+    def __init__(self, work: Coroutine[Any, Any, T]) -> None:
+        self.is_over = False
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Has one item, for one who waits, when it is over."""
+        self._work = work
+        self._task: asyncio.Task[T] | None = None
+        self._value: T
+        self._error: BaseException | None = None
+
+    def begin(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._work)
+        self._task.add_done_callback(self._end)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.is_over:
+            self._work.close()
+            self._tell(concurrent.futures.CancelledError())
+
+    def _end(self, task: asyncio.Task[T]) -> None:
+        self._task = None  # here, or its end may come in the waiting thread, in whose finalizers an interrupt would be dropped
+        if task.cancelled():
+            self._tell(concurrent.futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self._tell(error)
+        else:
+            self._value = task.result()
+            self._tell(None)
+
+    def _tell(self, error: BaseException | None) -> None:
+        self._error = error
+        self.is_over = True
+        self.ended.put(None)
+
+    def result(self) -> T:
+        if self._error is None:
+            return self._value
+        try:
+            raise self._error
+        finally:
+            self._error = None  # whose traceback has this frame: a cycle
 
 
 class LoopLink(Generic[T]):
