@@ -256,8 +256,12 @@ class Box:
         self._loop.run(self._inner.resume())
 
     def release(self) -> None:
-        """Give the sandbox up. Safe to call twice."""
-        release_all((self,))
+        """Give the sandbox up. Safe to call twice. After an interrupt that has begun, unless it came before the first step of this."""
+        try:
+            release_all((self,))
+        except BaseException:
+            self._loop.call_soon(self._inner._begin_release)  # the interrupt may have come before the loop was told, or woken for it
+            raise
 
     # ---- actions ----
 
@@ -305,18 +309,25 @@ class Box:
         return self._measured(name, direct, through)
 
 
-def release_all(boxes: Iterable[Box]) -> None:
-    """Give them up together, those of one engine. An interrupt ends the wait for that, and not what was begun."""
+def release_all(boxes: Iterable[Box], begun: Callable[[], object] | None = None) -> None:
+    """Give them up together, those of one engine; `begun` is called once that is under way. An interrupt cuts the wait short, not what was begun: the caller begins what was not."""
     left = [box for box in boxes if box._inner._ending is None or not box._inner._ending.done()]
     if not left:
+        if begun is not None:
+            begun()
         return
     loop = left[0]._loop
-    for box in left:
-        loop.call_soon(box._inner._begin_release)  # what is run below may be cancelled before its first step
+
+    def begin() -> None:
+        for box in left:
+            box._inner._begin_release()
+        if begun is not None:
+            begun()
 
     async def released() -> None:
         await asyncio.gather(*(box._inner.release() for box in left))
 
+    loop.call_soon(begin)  # what is run below may be cancelled before its first step
     loop.run(released())
 
 
