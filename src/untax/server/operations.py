@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ log = logging.getLogger("untax.server")
 _CHANGES_AT_ONCE = 10_000
 _NEXT_S = 0.05  # for one that is idle to be bound ahead of its lease: whoever gives the last one up waits for that
 _AHEAD_S = 3.0  # until it is taken back from who neither leased it nor gave it back; clients do so after one
+_TOGETHER_S = 0.5  # between two looks at those: as much later may one be taken back
 
 Tell = Callable[[Body], None]
 
@@ -52,6 +54,15 @@ class Operations:
         self._recall = recall
         self.gives_ahead = True
         """Whether who gives one lease up may be given the next along with it."""
+        self._to_look_after: deque[tuple[float, Owner, str]] = deque()  # what was given ahead, by when that was long ago
+        self._looking: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Every lease has ended. Safe to call twice."""
+        self._to_look_after.clear()
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
 
     async def carry_out(self, owner: Owner, number: int, op: str, args: Mapping[str, Any], shift_ns: int, tell: Tell) -> Outcome:
         method = getattr(self, f"op_{op}", None) if op.isidentifier() else None
@@ -160,7 +171,7 @@ class Operations:
         if following.handed is None:  # on a full machine the end of one takes as long as the making of another
             following = await self._next(owner, next_id, box.request)
         if following.handed is not None:
-            asyncio.get_running_loop().call_later(_AHEAD_S, self._look_after, owner, next_id)
+            self._look_later(owner, next_id)
         return following
 
     async def _next(self, owner: Owner, lease_id: str, last: Request) -> Outcome:
@@ -170,7 +181,8 @@ class Operations:
         """
         if not self._may_give(owner) or not last.is_plain or last.files:
             return Outcome({})
-        request = replace(last, wait_s=_NEXT_S, on_asked=None, is_ahead=True)
+        # As a rule the last one came so too.
+        request = last if last.is_ahead else replace(last, wait_s=_NEXT_S, on_asked=None, is_ahead=True)
         try:
             if not self._engine.has_idle(request):
                 return Outcome({"is_idle": False})
@@ -198,6 +210,20 @@ class Operations:
         return (
             self.gives_ahead and not owner.is_over and not owner.gate.name and owner.attachment is not None and owner.attachment.proves_life
         )
+
+    def _look_later(self, owner: Owner, lease_id: str) -> None:
+        loop = asyncio.get_running_loop()
+        self._to_look_after.append((loop.time() + _AHEAD_S, owner, lease_id))
+        if self._looking is None:
+            self._looking = loop.call_later(_AHEAD_S, self._look)
+
+    def _look(self) -> None:
+        """After all whose time has come, and seldom: a timer of its own for each would wake a busy server once more for every lease."""
+        loop, left = asyncio.get_running_loop(), self._to_look_after
+        while left and left[0][0] <= loop.time():
+            _, owner, lease_id = left.popleft()
+            self._look_after(owner, lease_id)
+        self._looking = loop.call_at(max(left[0][0], loop.time() + _TOGETHER_S), self._look) if left else None
 
     def _look_after(self, owner: Owner, lease_id: str) -> None:
         """What was given ahead a while ago and is still there: leased, or in the hand of a client that is busy with something else and gives nothing back."""

@@ -130,6 +130,7 @@ class Service:
         for session in list(self.sessions):
             session.drop("the server was stopped")
         self.engine.on_short = None
+        self.operations.close()
         self.views.close()
         self._hang_ups.close()
 

@@ -33,6 +33,7 @@ KEEP_ALIVE_S = 75.0
 CONNECTIONS_MAX = 16_384
 _BACKLOG = 4096
 _WS_MAX = 16 << 20  # bytes of one WebSocket message
+_DATE_S = 1.0  # the `date` of answers is as old as that at most
 _STOP_S = 2.0  # for requests that are under way when everything they could be about is gone
 
 
@@ -139,6 +140,21 @@ class Protocol(HttpToolsProtocol):
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        # Its own looks ten times a second whether it is to end, and what the date is every tenth time. A fleet's agent that leases all it can is woken for that once in thirty times.
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DATE_S):
+                    await self._ending.wait()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals are the command's, which drains first."""
@@ -207,7 +223,7 @@ class HttpListener:
         """Take no more connections, let answers that are under way end, and close. Safe to call twice."""
         serving, self._serving = self._serving, None
         if serving is not None:
-            self._server.should_exit = True
+            self._server.end()
             await asyncio.wait([serving])
         self._close_sockets()
 

@@ -577,6 +577,33 @@ async def test_a_client_that_is_busy_with_something_else_keeps_it_from_nobody(fa
             assert box.ledger.verdict == "trusted"
 
 
+async def test_what_was_given_ahead_is_looked_after_together(fake, tmp_path, monkeypatch):
+    """A timer for each would wake a server that leases all it can once more for every lease. None is left out of the look."""
+    monkeypatch.setattr(operations, "_AHEAD_S", 0.05)
+    monkeypatch.setattr(operations, "_TOGETHER_S", 0.02)
+    looked = []
+    look_after = Operations._look_after
+    monkeypatch.setattr(
+        Operations, "_look_after", lambda self, owner, lease_id: (looked.append(lease_id), look_after(self, owner, lease_id))
+    )
+    async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
+        await engine.warm(n=4)
+        given = []
+        gives = Operations._given
+
+        async def counted(self, owner, lease_id, request, **options):
+            outcome = await gives(self, owner, lease_id, request, **options)
+            given.extend([lease_id] if request.is_ahead else [])
+            return outcome
+
+        monkeypatch.setattr(Operations, "_given", counted)
+        await in_a_row(engine, 30)
+        timers = [one for one in asyncio.get_running_loop()._scheduled if getattr(one._callback, "__func__", None) is Operations._look]
+        assert sum(not one.cancelled() for one in timers) <= 1
+        await until(lambda: looked == given and len(given) >= 2)
+        await until(lambda: service.operations._looking is None)
+
+
 async def test_what_comes_while_a_drain_begins_is_not_leased(fake, tmp_path):
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         await engine.warm(n=2)

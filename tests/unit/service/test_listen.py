@@ -89,6 +89,17 @@ async def test_requests_one_after_another_on_one_connection(tmp_path, version):
     assert connections == 1
 
 
+async def test_its_end_waits_for_no_look_at_the_date(tmp_path, monkeypatch):
+    """What nobody waits for is looked at seldom; the end is told."""
+    monkeypatch.setattr(listen, "_DATE_S", 3600.0)
+    async with asyncio.timeout(30), listening(tmp_path) as secured:
+        with contextlib.closing(secured.connection()) as connection:
+            await asyncio.to_thread(connection.request, "GET", "/")
+            answer = await asyncio.to_thread(connection.getresponse)
+            assert answer.getheader("date", "").endswith("GMT")
+            answer.read()
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl: not installed")
 async def test_curl_is_answered(tmp_path):
     async with listening(tmp_path) as secured:
