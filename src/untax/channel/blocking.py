@@ -3,12 +3,17 @@
 There is no thread of its own. Of the threads that wait for an answer one, the leader, reads the socket and hands every frame
 to whom it belongs; when its own answer is there it leaves the reading to another that still waits. One thread alone
 pays one `send` and one `recv` for a round trip.
+
+An interrupt (KeyboardInterrupt) may come between any two steps of a thread, and none may be left without a leader, or before a lock that nobody frees. CPython raises
+one at the entry of a function of Python's, behind a call, and at the end of a loop's pass, never within C: a lock is taken by `with` alone, or, as all whose outcome must be
+known, called by `map` in a loop's head, which keeps it before anything is raised; an attribute that a `finally` sets first is set.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import socket
 import struct
@@ -20,7 +25,7 @@ from typing import Any, TypeVar
 from untax.channel import actions, flow, tree, wire
 from untax.channel.arguments import Name
 from untax.channel.batch import BatchCall
-from untax.channel.blocking_link import FOREVER, BlockingLink, BlockingWatch, Entry, Greeting
+from untax.channel.blocking_link import FOREVER, BlockingLink, BlockingWatch, Entry, Greeting, Turn
 from untax.channel.call import Call, Discarded
 from untax.channel.client import CANCEL_GRACE_S, GRACE_S, READY_TIMEOUT_S
 from untax.channel.flow import Flow
@@ -67,11 +72,12 @@ class BlockingChannel:
         self._greeting = Entry(Greeting(self._handshake))
         self._open: dict[int, Entry] = {0: self._greeting}
         self._cancelled: dict[int, float] = {}  # ids whose final frame is due by then, the earliest first
-        self._followers: dict[Entry, int] = {}
-        self._is_read = False  # some thread is the leader
+        self._followers: dict[Turn, Entry] = {}
+        self._is_read = False  # some thread is the leader, which alone may set it back, and needs no lock for that
         self._next_id = 1
         self._reason: str | None = None
         self._cause: BaseException | None = None
+        self._is_ended = False  # all that follows from a reason is done
         self._receive_size = RECEIVE_SMALL
         self._receive_timeout_s = 0.0  # as set on the socket; 0: none
         self._unsent = b""  # the rest of a frame whose sender was interrupted; guarded by `_sending`
@@ -277,37 +283,44 @@ class BlockingChannel:
                 if self._unsent:
                     data = self._unsent + data
                 try:
-                    sent = self._sock.send(data, socket.MSG_DONTWAIT)
+                    for sent in map(self._sock.send, (data,), (socket.MSG_DONTWAIT,)):
+                        self._unsent = data[sent:]
                 except BlockingIOError:
-                    sent = 0
-                self._unsent = data[sent:]
+                    self._unsent = data
                 while self._unsent:
-                    sent = self._send_some(self._unsent, deadline)
-                    self._unsent = self._unsent[sent:]
+                    self._send_more(deadline)
         except OSError as exc:
             self._read_out(exc)
 
-    def _send_some(self, data: bytes, deadline: float) -> int:
+    def _send_more(self, deadline: float) -> None:
+        """Some of what is unsent, or wait for room."""
         try:
-            return self._sock.send(data, socket.MSG_DONTWAIT)
+            for sent in map(self._sock.send, (self._unsent,), (socket.MSG_DONTWAIT,)):
+                self._unsent = self._unsent[sent:]
+            return
         except BlockingIOError:
             pass
-        with self._lock:
-            leads = not self._is_read
-            self._is_read = self._is_read or leads
-        poll = select.poll()
-        poll.register(self._fd, select.POLLOUT | (select.POLLIN if leads else 0))
+        leads = False
         try:
+            with self._lock:
+                if not self._is_read:
+                    self._is_read = leads = True
+            poll = select.poll()
+            poll.register(self._fd, select.POLLOUT | (select.POLLIN if leads else 0))
             ready = poll.poll(1000 * min(max(deadline - monotonic(), _RECHECK_S), 1.0))
             if leads and ready and ready[0][1] & select.POLLIN:
                 self._read_once()
         finally:
             if leads:
-                self._resign()
+                self._is_read = False
+                try:
+                    self._wake_another()
+                except BaseException:  # an interrupt
+                    self._wake_another()
+                    raise
         if not ready and monotonic() > deadline:
             self._lose("the cell did not take a request by its deadline", None)
         self._check()
-        return 0
 
     def _read_out(self, exc: OSError) -> None:
         """The socket takes nothing more; an answer may still lie in it."""
@@ -339,14 +352,14 @@ class BlockingChannel:
         with self._lock:
             if entry.call.finished or self._reason is not None or self._open.get(request_id) is not entry:
                 return
+            for turn in entry.turns:  # first: who waits for it hears nothing more once it is discarded
+                turn.put(None)
             gone = self._open[request_id] = Entry(Discarded())
             gone.parts = entry.parts
             for part in entry.parts or ():
                 if part in self._open:
                     self._open[part] = Entry(Discarded())
             self._cancelled[request_id] = deadline
-            if entry.changed is not None:
-                entry.changed.notify_all()
         self._send(wire.cancel(request_id), deadline)
 
     # ---- waiting and reading ----
@@ -361,43 +374,48 @@ class BlockingChannel:
 
     def _wait(self, entry: Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         """Until `is_ready` (or the call is finished). `TimeoutError` at the deadline, `SandboxLost` at the channel's end."""
-        try:
-            self._wait_in_turn(entry, is_ready, deadline)
-        finally:
-            # Whoever leaves may have been the one that a resigning leader woke to read on.
-            if self._followers and not self._is_read:
-                with self._lock:
-                    self._wake_another()
-
-    def _wait_in_turn(self, entry: Entry, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         call = entry.call
-        while True:
-            with self._lock:
-                if call.finished if is_ready is None else is_ready():
-                    return
-                self._check()
-                left = deadline - monotonic()
-                if left < -_RECHECK_S:
-                    raise TimeoutError
-                if self._is_read:
-                    self._follow(entry, max(left, _RECHECK_S))
-                    continue
-                self._is_read = True
-            try:
-                self._lead(call, is_ready, deadline)
-            finally:
-                self._resign()
-
-    def _follow(self, entry: Entry, left: float) -> None:
-        if entry.changed is None:
-            entry.changed = threading.Condition(self._lock)
-        self._followers[entry] = self._followers.get(entry, 0) + 1
+        turn: Turn | None = None
         try:
-            entry.changed.wait(None if left == FOREVER else left)
+            leads = False  # in here: CPython raises what comes at the end of a pass at what stands before the loop
+            while True:
+                with self._lock:
+                    if call.finished if is_ready is None else is_ready():
+                        return
+                    self._check()
+                    left = deadline - monotonic()
+                    if left < -_RECHECK_S:
+                        raise TimeoutError
+                    if leads or not self._is_read:
+                        self._is_read = leads = True
+                    elif turn is None:
+                        turn = queue.SimpleQueue()
+                        entry.turns |= {turn}
+                        self._followers[turn] = entry
+                        continue  # the leader may have left before it could know of this one
+                if leads:
+                    self._lead(call, is_ready, deadline)
+                else:
+                    assert turn is not None
+                    with contextlib.suppress(queue.Empty):
+                        turn.get(timeout=None if left == FOREVER else max(left, _RECHECK_S))
         finally:
-            self._followers[entry] -= 1
-            if not self._followers[entry]:
-                del self._followers[entry]
+            if leads:
+                self._is_read = False
+            # Whoever leaves may have been the one that a leader woke to read on.
+            if turn is not None or (self._followers and not self._is_read):
+                try:
+                    self._leave(entry, turn)
+                except BaseException:  # an interrupt
+                    self._leave(entry, turn)
+                    raise
+
+    def _leave(self, entry: Entry, turn: Turn | None) -> None:
+        if turn is not None:
+            with self._lock:
+                entry.turns -= {turn}
+                self._followers.pop(turn, None)
+        self._wake_another()
 
     def _lead(self, call: Call[Any] | Greeting, is_ready: Callable[[], bool] | None, deadline: float) -> None:
         while not (call.finished if is_ready is None else is_ready()) and self._reason is None:
@@ -424,20 +442,15 @@ class BlockingChannel:
         if self._due_s() < 0:
             self._lose("the cell did not end a cancelled action", None)
 
-    def _resign(self) -> None:
-        with self._lock:
-            self._is_read = False
-            self._wake_another()
-
     def _wake_another(self) -> None:
-        """Let one that still waits read on. One whose answer is there already would only leave."""
-        if self._is_read:
-            return
-        for entry in self._followers:
-            if not entry.call.finished:
-                assert entry.changed is not None
-                entry.changed.notify()
+        """Let one that still waits read on, when nobody does. One whose answer is there already would only leave. Twice does no harm."""
+        with self._lock:
+            if self._is_read:
                 return
+            for turn, entry in self._followers.items():
+                if not entry.call.finished:
+                    turn.put(None)
+                    return
 
     def _limit_receive(self, left: float) -> None:
         """Let `recv` return after `left` seconds at the latest: an option of the socket saves a poll for each read."""
@@ -449,19 +462,27 @@ class BlockingChannel:
 
     def _read_once(self, flags: int = 0) -> bool:
         """Whether something came. Only by the leader."""
+        data = replies = b""
         try:
-            data = self._sock.recv(self._receive_size, flags)
+            for data in map(self._sock.recv, (self._receive_size,), (flags,)):  # noqa: B007
+                break
+            if data:
+                self._receive_size = RECEIVE_SMALL if len(data) < RECEIVE_SMALL else RECEIVE_SIZE
+                with self._lock:
+                    replies = self._dispatch(data)
+                    data = b""
+            else:
+                self._lose("the cell hung up", None)
+                return False
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as exc:
             self._lose("the connection was reset", exc)
             return False
-        if not data:
-            self._lose("the cell hung up", None)
-            return False
-        self._receive_size = RECEIVE_SMALL if len(data) < RECEIVE_SMALL else RECEIVE_SIZE
-        with self._lock:
-            replies = self._dispatch(data)
+        except BaseException as exc:
+            if data:  # which others may wait for, and nobody can tell how much of it was understood
+                self._lose("an interrupt came while an answer was read", exc)
+            raise
         if replies:
             self._send_if_free(replies)
         return True
@@ -484,8 +505,8 @@ class BlockingChannel:
                         self._cancelled.pop(request_id, None)
                     if entry.parts is not None:
                         self._drop(entry.parts)
-                if entry.changed is not None:
-                    entry.changed.notify_all()
+                for turn in entry.turns:
+                    turn.put(None)
         except ProtocolError as exc:
             self._end(f"the cell spoke nonsense: {exc}", exc)
         except Exception as exc:  # a bug in a parser: everybody who waits is told, and nothing hangs
@@ -507,14 +528,17 @@ class BlockingChannel:
 
     def _send_if_free(self, frames: bytes) -> None:
         """Answers to what nobody asked for are dropped when they would hold up the reading."""
-        if self._sending.acquire(blocking=False):
-            try:
-                if not self._unsent:
-                    sent = self._sock.send(frames, socket.MSG_DONTWAIT)
+        is_free = False
+        try:
+            for is_free in map(self._sending.acquire, (False,)):  # noqa: B007
+                break
+            if is_free and not self._unsent:
+                for sent in map(self._sock.send, (frames,), (socket.MSG_DONTWAIT,)):
                     self._unsent = frames[sent:]
-            except OSError:
-                pass
-            finally:
+        except OSError:
+            pass
+        finally:
+            if is_free:
                 self._sending.release()
 
     # ---- the end ----
@@ -527,23 +551,29 @@ class BlockingChannel:
         self._lose(f"the cell spoke nonsense: {exc}", exc)
 
     def _lose(self, reason: str, cause: BaseException | None) -> None:
-        with self._lock:
-            self._end(reason, cause)
+        try:
+            with self._lock:
+                self._end(reason, cause)
+        except BaseException:  # an interrupt
+            with self._lock:
+                self._end(reason, cause)
+            raise
 
     def _end(self, reason: str, cause: BaseException | None) -> None:
-        """With the lock held."""
-        if self._reason is not None:
+        """With the lock held. What was interrupted is done by the next one."""
+        if self._is_ended:
             return
-        self._reason, self._cause = reason, cause
-        for entry in self._followers:
-            if entry.changed is not None:
-                entry.changed.notify_all()
+        if self._reason is None:
+            self._reason, self._cause = reason, cause
+        for turn in self._followers:
+            turn.put(None)
         self._open.clear()
         self._cancelled.clear()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes a leader that sits in recv
         self._sock.close()
         if self._on_lost is not None:
-            lost = SandboxLost(self.sandbox_id, reason)
-            lost.__cause__ = cause
+            lost = SandboxLost(self.sandbox_id, self._reason)
+            lost.__cause__ = self._cause
             self._on_lost(lost)
+        self._is_ended = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -21,16 +21,21 @@ T = TypeVar("T")
 
 FOREVER = float("inf")
 
+Turn = queue.SimpleQueue[None]
+"""Has an item when its one waiter shall look again. All C's: an interrupt within a `threading.Condition`, whose code is Python's, would leave the lock held or free a stranger's."""
+
+NOBODY: frozenset[Turn] = frozenset()
+
 
 class Entry:
-    """An open id: where its frames go, and the condition its waiters sleep on while another thread reads."""
+    """An open id: where its frames go, and what its waiters sleep on while another thread reads."""
 
-    __slots__ = ("call", "changed", "parts")
+    __slots__ = ("call", "parts", "turns")
 
     def __init__(self, call: Call[Any] | Greeting) -> None:
         self.call = call
-        self.changed: threading.Condition | None = None
         self.parts: list[int] | None = None
+        self.turns = NOBODY
 
 
 class Greeting:

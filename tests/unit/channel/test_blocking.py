@@ -1,5 +1,6 @@
 """The blocking driver: one thread or many on one socket, deadlines, and interrupts."""
 
+import contextlib
 import os
 import select
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 
 import pytest
-from tests import agentwire
+from tests import agentwire, interrupts
 from tests.unit.channel.fakecell import command_done, error
 
 from untax.channel import actions, blocking, flow, wire
@@ -373,3 +374,118 @@ def test_a_batch_that_is_too_large_leaves_no_id_open(opened):
     with pytest.raises(UsageError):
         channel.batch([actions.ping() for _ in range(wire.REQUESTS_MAX)])
     assert list(channel._open) == [0]
+
+
+# ---- interrupts ----
+
+
+class Slow:
+    """A cell that keeps the answers to some commands: "first" until "second" has come too, "second" until it is let go."""
+
+    def __init__(self):
+        self.ids = {}
+        self.lock = threading.Lock()
+        self.is_let_go = False
+
+    def __call__(self, request, kind, payload):
+        with self.lock:
+            return list(self._answers(request, kind, payload))
+
+    def _answers(self, request, kind, payload):
+        if kind == wire.CANCEL and request in self.ids.values():
+            self.ids = {name: id_ for name, id_ in self.ids.items() if id_ != request}
+            yield request, wire.ERROR, error(8)
+        elif kind == wire.PING:
+            yield 0x80000000 | request, wire.EGRESS, wire.blob(b"host") + wire.u16(80)
+            yield request, wire.DONE, b""
+        elif kind == wire.SPAWN:
+            self.ids["first" if b"first" in payload else "second"] = request
+            if "first" in self.ids and "second" in self.ids:
+                yield self.ids.pop("first"), wire.DONE, command_done(out=b"1")
+            if self.is_let_go and "second" in self.ids:
+                yield self.ids.pop("second"), wire.DONE, command_done(out=b"2")
+
+    def let_go(self, cell):
+        with self.lock, contextlib.suppress(OSError):
+            self.is_let_go = True
+            if "second" in self.ids:
+                cell.theirs.sendall(agentwire.frame(self.ids.pop("second"), wire.DONE, command_done(out=b"2")))
+
+
+class Other:
+    """A thread with two actions of its own on the channel of one that is interrupted."""
+
+    def __init__(self, channel, *, after):
+        self.ends = []
+        self.is_wanted = threading.Event()
+        self._channel = channel
+        self._after = after
+        self._thread = threading.Thread(target=self._act, daemon=True)
+        self._thread.start()
+
+    def _act(self):
+        while not (self._after() or self.is_wanted.is_set()):
+            time.sleep(0.0001)
+        for call in (actions.run(["second"], timeout_s=None), actions.ping(timeout_s=None)):
+            try:
+                self.ends.append(self._channel.call(call))
+            except SandboxLost as exc:
+                self.ends.append(exc)
+
+    def has_ended(self):
+        self.is_wanted.set()
+        self._thread.join(10)
+        return not self._thread.is_alive()
+
+
+def leads(channel):
+    """Reads for both; the other one reads on."""
+    channel.call(actions.run(["first"], timeout_s=60))
+
+
+def answers(channel):
+    """Says by the way what the cell asks."""
+    channel.call(actions.ping())
+
+
+def follows(channel):
+    channel.call(actions.run(["first"], timeout_s=60))
+
+
+def closes(channel):
+    channel.close()
+
+
+@pytest.mark.parametrize("work", [leads, answers, follows, closes])
+def test_an_interrupt_of_one_thread_holds_up_no_other_whenever_it_comes(work, monkeypatch):
+    """The other gets its answers, or is told that the sandbox is lost."""
+    monkeypatch.setattr(blocking, "CANCEL_GRACE_S", 0.05)
+    is_first = work in (leads, answers)
+    made = []
+
+    def make():
+        slow = Slow()
+        cell = Cell(slow)
+        channel = BlockingChannel(cell.socket, sandbox_id="sbx-1")
+        channel.wait_ready()
+        other = Other(channel, after=(lambda: channel._is_read) if is_first else (lambda: True))
+        while not is_first and not channel._is_read:
+            time.sleep(0.0001)
+        made[:] = [slow, cell, channel, other]
+
+    def end(*told):
+        slow, cell, channel, other = made
+        slow.let_go(cell)
+        assert other.has_ended(), told
+        assert channel.is_lost or not any(isinstance(answer, SandboxLost) for answer in other.ends)
+        assert not (channel._is_read or channel._followers or channel._lock.locked() or channel._sending.locked())
+        channel.close()
+        cell.close()
+
+    steps = 0
+    make()
+    for steps in interrupts.at_each_step(lambda: work(made[2])):
+        end(steps)
+        make()
+    end(steps)
+    assert steps > 100  # or it was not interrupted at all
