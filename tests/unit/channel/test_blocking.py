@@ -398,6 +398,8 @@ class Slow:
         elif kind == wire.PING:
             yield 0x80000000 | request, wire.EGRESS, wire.blob(b"host") + wire.u16(80)
             yield request, wire.DONE, b""
+        elif kind == wire.WRITE:
+            yield request, wire.DONE, struct.pack("<Q", len(payload))
         elif kind == wire.SPAWN:
             self.ids["first" if b"first" in payload else "second"] = request
             if "first" in self.ids and "second" in self.ids:
@@ -448,6 +450,11 @@ def answers(channel):
     channel.call(actions.ping())
 
 
+def fills(channel):
+    """Sends more than the socket takes at once, and reads meanwhile."""
+    channel.call(actions.write("x", bytes(20_000)))
+
+
 def follows(channel):
     channel.call(actions.run(["first"], timeout_s=60))
 
@@ -456,16 +463,17 @@ def closes(channel):
     channel.close()
 
 
-@pytest.mark.parametrize("work", [leads, answers, follows, closes])
+@pytest.mark.parametrize("work", [leads, answers, fills, follows, closes])
 def test_an_interrupt_of_one_thread_holds_up_no_other_whenever_it_comes(work, monkeypatch):
     """The other gets its answers, or is told that the sandbox is lost."""
     monkeypatch.setattr(blocking, "CANCEL_GRACE_S", 0.05)
-    is_first = work in (leads, answers)
+    is_first = work in (leads, answers, fills)
     made = []
 
     def make():
         slow = Slow()
         cell = Cell(slow)
+        cell.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         channel = BlockingChannel(cell.socket, sandbox_id="sbx-1")
         channel.wait_ready()
         other = Other(channel, after=(lambda: channel._is_read) if is_first else (lambda: True))
