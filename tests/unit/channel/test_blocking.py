@@ -15,7 +15,7 @@ from tests.unit.channel.fakecell import command_done, error
 
 from untax.channel import actions, blocking, flow, wire
 from untax.channel.blocking import BlockingChannel
-from untax.core.errors import NotFound, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
+from untax.core.errors import NotFound, NotRun, ProtocolError, ReadinessTimeout, SandboxLost, UsageError
 
 
 class Cell:
@@ -497,3 +497,40 @@ def test_an_interrupt_of_one_thread_holds_up_no_other_whenever_it_comes(work, mo
         make()
     end(steps)
     assert steps > 100  # or it was not interrupted at all
+
+
+def test_an_interrupted_cancel_leaves_nobody_waiting_once_it_is_called_again(opened, monkeypatch):
+    monkeypatch.setattr(blocking, "_WAKE_S", 0.02)  # after which a leader sees for itself that it need not wait, when no CANCEL was sent
+
+    def answer(request, kind, payload):
+        if kind == wire.SPAWN:
+            return [(request, wire.STARTED, struct.pack("<I", 7))]
+        return [(request, wire.ERROR, error(8))] if kind == wire.CANCEL else None
+
+    _, channel = opened(answer)
+    held = []
+
+    def wait(link):
+        with contextlib.suppress(NotRun, SandboxLost):
+            link.wait()
+
+    def start():
+        link = channel.open(flow.start(["cat"]))
+        thread = threading.Thread(target=wait, args=(link,), daemon=True)
+        thread.start()
+        while not channel._is_read:
+            time.sleep(0.0001)
+        held[:] = [link, thread]
+
+    start()
+    steps = 0
+    for steps in interrupts.at_each_step(lambda: held[0].cancel()):
+        held[0].cancel()
+        held[1].join(10)
+        assert not held[1].is_alive(), steps
+        if channel.is_lost:
+            _, channel = opened(answer)
+        start()
+    held[1].join(10)
+    assert not held[1].is_alive()
+    assert steps > 50  # or it was not interrupted at all
