@@ -361,7 +361,7 @@ async def test_a_drain_is_told_as_soon_as_ever_also_where_what_else_there_is_can
 
 
 async def test_many_who_wake_one_after_the_other_do_not_put_off_what_the_first_is_told(tmp_path, monkeypatch, hours):
-    monkeypatch.setattr(module, "_FIRST_S", 0.05)
+    monkeypatch.setattr(module, "_FIRST_S", 60.0)  # nobody waits for it, and on a full machine what follows takes its time
     async with serving(tmp_path) as service:
         first, *others = onlookers = [Onlooker() for _ in range(20)]
         for number, one in enumerate(onlookers):
@@ -372,7 +372,7 @@ async def test_many_who_wake_one_after_the_other_do_not_put_off_what_the_first_i
         for number, one in enumerate(others, 1):
             await asyncio.sleep(0.001)
             service.views.watch(one, number)
-            assert service.views._timer is None or service.views._timer.when() <= due_s
+            assert service.views._timer.when() <= due_s
 
 
 async def test_who_rests_is_told_what_its_own_requests_came_to(tmp_path, hours):
