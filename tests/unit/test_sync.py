@@ -11,6 +11,7 @@ from tests import interrupts
 
 import untax
 import untax.sync
+from untax.sync.loop import Loop
 from untax.testing import FakeSubstrate, LayeredFake
 
 
@@ -258,3 +259,28 @@ def until(what, *told):
     while not what():
         assert time.monotonic() < end, told
         time.sleep(0.001)
+
+
+def test_an_interrupt_cleans_nothing_up_that_another_thread_has_given_up():
+    """What runs in a loop that was closed meanwhile is not the waiting thread's to carry on."""
+    loop, begun, waits, cleaned = Loop(), threading.Event(), threading.get_ident(), []
+
+    async def work():
+        try:
+            begun.set()
+            await asyncio.sleep(3600)
+        finally:
+            cleaned.append(threading.get_ident())
+
+    def close():
+        begun.wait(10)
+        loop.close()
+        signal.pthread_kill(waits, signal.SIGINT)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        loop.run(work())
+    assert not cleaned
+    thread.join()
+    del interrupt

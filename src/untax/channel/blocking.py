@@ -156,8 +156,8 @@ class BlockingChannel:
             deadline = self._deadline(whole)
             request_id, entry = self._begin(whole, deadline, parts=ids)
         except BaseException:
-            with self._lock:
-                self._drop(ids)
+            with self._lock:  # those that were sent and cancelled still have their answers to come
+                self._drop([one for one in ids if one in self._open and not isinstance(self._open[one].call, Discarded)])
             raise
         try:
             self._finish(entry, None, deadline)
@@ -324,11 +324,13 @@ class BlockingChannel:
 
     def _read_out(self, exc: OSError) -> None:
         """The socket takes nothing more; an answer may still lie in it."""
-        with contextlib.suppress(OSError):
-            while data := self._sock.recv(RECEIVE_SIZE, socket.MSG_DONTWAIT):
-                with self._lock:
-                    self._dispatch(data)
-        self._lose("the connection was reset", exc)
+        try:
+            with contextlib.suppress(OSError):
+                while data := self._sock.recv(RECEIVE_SIZE, socket.MSG_DONTWAIT):
+                    with self._lock:
+                        self._dispatch(data)
+        finally:  # also after an interrupt
+            self._lose("the connection was reset", exc)
 
     def _send_body(self, request_id: int, entry: Entry, call: Call[Any], deadline: float) -> None:
         assert call.body is not None
@@ -349,18 +351,24 @@ class BlockingChannel:
     def _cancel(self, request_id: int, entry: Entry) -> None:
         """Stop a request inside and forget it. Its final frame is due soon: who reads next sees to that."""
         deadline = monotonic() + CANCEL_GRACE_S
-        with self._lock:
-            if entry.call.finished or self._reason is not None or self._open.get(request_id) is not entry:
-                return
-            for turn in entry.turns:  # first: who waits for it hears nothing more once it is discarded
-                turn.put(None)
-            gone = self._open[request_id] = Entry(Discarded())
-            gone.parts = entry.parts
-            for part in entry.parts or ():
-                if part in self._open:
-                    self._open[part] = Entry(Discarded())
-            self._cancelled[request_id] = deadline
-        self._send(wire.cancel(request_id), deadline)
+        gone = Entry(Discarded())
+        gone.parts = entry.parts
+        try:
+            with self._lock:
+                if entry.call.finished or self._reason is not None or self._open.get(request_id) is not entry:
+                    return
+                for turn in entry.turns:  # first: who waits for it hears nothing more once it is discarded
+                    turn.put(None)
+                self._open[request_id] = gone
+                self._cancelled[request_id] = deadline
+                for part in entry.parts or ():
+                    if part in self._open:
+                        self._open[part] = Entry(Discarded())
+            self._send(wire.cancel(request_id), deadline)
+        except BaseException:  # an interrupt: the cell may not have been told, and heeds no second word of what is over
+            if self._reason is None and self._open.get(request_id) is gone:
+                self._send(wire.cancel(request_id), deadline)
+            raise
 
     # ---- waiting and reading ----
 
@@ -457,6 +465,7 @@ class BlockingChannel:
         if 0.5 * left <= self._receive_timeout_s <= left:
             return
         seconds = int(left)
+        self._receive_timeout_s = 0.0  # until it is known: an interrupt may come behind the call
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(seconds, int((left - seconds) * 1e6)))
         self._receive_timeout_s = left
 

@@ -87,7 +87,7 @@ class BlockingLink(Generic[T]):
         view = memoryview(data)
         stream = self.flow
         while view:
-            self.channel._wait(self._entry, lambda: stream.window > 0 or stream.finished, FOREVER)
+            self.channel._wait(self._entry, lambda: stream.window > 0 or stream.finished or self._cancelled, FOREVER)
             if stream.finished or self._eof_sent or self._cancelled:
                 raise BrokenPipeError("the other end is closed")
             with self.channel._lock:
@@ -127,6 +127,7 @@ class BlockingWatch:
         self._id = request_id
         self._entry = entry
         self._call = call
+        self._is_closed = False
 
     def __iter__(self) -> BlockingWatch:
         return self
@@ -138,12 +139,13 @@ class BlockingWatch:
         """The next event; `TimeoutError` after `timeout_s`, `StopIteration` at the end."""
         deadline = FOREVER if timeout_s is None else monotonic() + timeout_s
         call = self._call
-        self._channel._wait(self._entry, lambda: bool(call.events) or call.finished, deadline)
+        self._channel._wait(self._entry, lambda: bool(call.events) or call.finished or self._is_closed, deadline)
         if not call.events:
             raise StopIteration
         return call.events.popleft()
 
     def close(self) -> None:
+        self._is_closed = True
         self._channel._cancel(self._id, self._entry)
 
     def __enter__(self) -> BlockingWatch:

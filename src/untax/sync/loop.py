@@ -58,7 +58,8 @@ class Loop:
             order.ended.get()
         except BaseException:
             if self._loop.is_closed():
-                work.close()
+                if not order.has_begun:
+                    work.close()
             elif not order.is_over:
                 # Behind `begin`, which is there or will never be: the interrupt may have come before the loop was told, or before it was woken.
                 self.call_soon(order.cancel)
@@ -91,7 +92,7 @@ class _Order(Generic[T]):
     """Work of the loop that another thread waits for. All but `result` is done in the loop's thread, where no interrupt comes."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
-        self.is_over = False
+        self.has_begun = self.is_over = False
         self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Has one item, for one who waits, when it is over."""
         self._work = work
@@ -100,6 +101,7 @@ class _Order(Generic[T]):
         self._error: BaseException | None = None
 
     def begin(self) -> None:
+        self.has_begun = True
         self._task = asyncio.get_running_loop().create_task(self._work)
         self._task.add_done_callback(self._end)
 

@@ -502,10 +502,16 @@ def test_an_interrupt_of_one_thread_holds_up_no_other_whenever_it_comes(work, mo
 def test_an_interrupted_cancel_leaves_nobody_waiting_once_it_is_called_again(opened, monkeypatch):
     monkeypatch.setattr(blocking, "_WAKE_S", 0.02)  # after which a leader sees for itself that it need not wait, when no CANCEL was sent
 
+    running = set()
+
     def answer(request, kind, payload):
         if kind == wire.SPAWN:
+            running.add(request)
             return [(request, wire.STARTED, struct.pack("<I", 7))]
-        return [(request, wire.ERROR, error(8))] if kind == wire.CANCEL else None
+        if kind == wire.CANCEL and request in running:
+            running.remove(request)
+            return [(request, wire.ERROR, error(8))]
+        return [(request, wire.DONE, b"")] if kind == wire.PING else None
 
     _, channel = opened(answer)
     held = []
@@ -528,9 +534,75 @@ def test_an_interrupted_cancel_leaves_nobody_waiting_once_it_is_called_again(ope
         held[0].cancel()
         held[1].join(10)
         assert not held[1].is_alive(), steps
+        channel.call(actions.ping(timeout_s=60))  # what was cancelled is over for the cell too
+        assert not running, steps
         if channel.is_lost:
             _, channel = opened(answer)
         start()
     held[1].join(10)
     assert not held[1].is_alive()
     assert steps > 50  # or it was not interrupted at all
+
+
+def test_an_interrupted_batch_leaves_the_channel_to_others(opened, monkeypatch):
+    """The answers to its parts come all the same."""
+
+    def answer(request, kind, payload):
+        if kind == wire.BATCH:
+            return [(part, wire.ERROR, error(8)) for part in (request - 2, request - 1, request)]
+        return [(request, wire.DONE, b"")] if kind == wire.PING else None
+
+    cell, channel = opened(answer)
+    cell.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    channel.wait_ready()
+    send_more = BlockingChannel._send_more
+    interrupts_left = [KeyboardInterrupt()]
+
+    def interrupted(self, deadline):
+        if interrupts_left:
+            raise interrupts_left.pop()
+        send_more(self, deadline)
+
+    monkeypatch.setattr(BlockingChannel, "_send_more", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        channel.batch([actions.write("x", bytes(100_000)), actions.write("y", bytes(100_000))])
+    channel.call(actions.ping(timeout_s=60))
+    assert not interrupts_left and not channel.is_lost
+
+
+def started(request, kind, payload):
+    """A program that takes nothing, and a watch without events."""
+    if kind in (wire.SPAWN, wire.WATCH):
+        return [(request, wire.STARTED, struct.pack("<I", 7))]
+    return [(request, wire.ERROR, error(8))] if kind == wire.CANCEL else None
+
+
+@pytest.mark.parametrize("what", ["send", "watch"])
+def test_who_waits_is_told_when_another_thread_ends_it(opened, what):
+    _, channel = opened(started)
+    ends = []
+    if what == "send":
+        link = channel.open(flow.start(["cat"]))
+
+        def wait():
+            with pytest.raises(BrokenPipeError):
+                link.send(bytes(64 << 20))
+            ends.append("broken")
+
+        end = link.cancel
+    else:
+        watch = channel.watch("/")
+
+        def wait():
+            with pytest.raises(StopIteration):
+                watch.next(None)
+            ends.append("over")
+
+        end = watch.close
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    while not channel._is_read:
+        time.sleep(0.0001)
+    end()
+    thread.join(10)
+    assert len(ends) == 1
