@@ -288,6 +288,10 @@ class AutoEngine(Engine):
         chosen = self._candidates.choose(request.spec).substrate
         return any(engine.has_idle(request) for engine in self._running if engine.substrate.name == chosen)
 
+    def idle_in_s(self, request: Request) -> float | None:
+        chosen = self._candidates.choose(request.spec).substrate
+        return next((engine.idle_in_s(request) for engine in self._running if engine.substrate.name == chosen), None)
+
     def foresee(self, spec: EnvSpec) -> None:
         """Nothing: which engine serves it is found out when it comes."""
 

@@ -243,6 +243,10 @@ class Engine(Leasing):
         """Whether a lease of this would be given one that is idle with everything in place, at once."""
         return self._state == "running" and self.pooling.has_idle(request)
 
+    def idle_in_s(self, request: Request) -> float | None:
+        """In how long at most there will be one, where one is being made that nobody waits for."""
+        return self.pooling.idle_in_s(request) if self._state == "running" else None
+
     def foresee(self, spec: EnvSpec) -> None:
         """A lease of this may be asked for any moment. Promises nothing, and costs next to nothing when none is."""
         if self._state == "running":

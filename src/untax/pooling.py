@@ -107,6 +107,11 @@ class Pooling:
         stages = self._ladders.get((recipe_of(request.spec), self._engine.fixed(request.spec)))
         return stages is not None and self.driver.at_once(stages, request.spec.limits.memory_mib) is not None
 
+    def idle_in_s(self, request: Request) -> float | None:
+        """In how long one will be at most, where one is being made that nobody waits for; None where it is not."""
+        stages = self._ladders.get((recipe_of(request.spec), self._engine.fixed(request.spec)))
+        return self.driver.costs.of("create") if stages is not None and self.driver.state.is_coming(stages) else None
+
     def foresee(self, spec: EnvSpec) -> None:
         """A lease of this may be asked for any moment: what it would be given proves that it lives meanwhile."""
         stages = self._ladders.get((recipe_of(spec), self._engine.fixed(spec)))

@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,7 +46,10 @@ _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, bef
 _LEAST_WAIT_S = 0.001
 _QUIET_S = 0.005  # without a word from any node or a lease: then the next one's node is found ahead, which takes nothing from anybody
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
+_SOON_S = 0.05  # one that is made within that is waited for at the caller's own node; so long would it take to make one elsewhere
+_NEXT_S = 0.1  # from the end of a lease on, in which a worker in a loop comes for the next
 _IN_HAND = "in hand: given by the caller's own node with the end of the lease before it"
+_COMING = "the caller's own node said that one is being made there which nobody waits for"
 
 
 @dataclass(slots=True)
@@ -79,6 +83,7 @@ class Placing:
         # others it may go by what is known.
         self._near, self._far = (Attention(self._tell_pace, is_needed=lambda: self._asked > 0) for _ in range(2))
         self._handed_s = -math.inf  # when a lease came from the hand
+        self._coming: deque[tuple[EnvSpec, float]] = deque()  # what the caller's own node is making, and until when it is likely to be ours
 
     # ---- who is there ----
 
@@ -156,8 +161,10 @@ class Placing:
 
     # ---- the next lease ----
 
-    def _nothing_ahead(self, node: str, spec: EnvSpec) -> None:
+    def _nothing_ahead(self, node: str, spec: EnvSpec, coming_s: float | None) -> None:
         """It had nothing idle to give with the end of a lease: what it told while this client rested is outdated. The lease that is placed next wakes it."""
+        if coming_s is not None and coming_s <= _SOON_S and node == self.views.here:
+            self._coming.append((spec, asyncio.get_running_loop().time() + _NEXT_S))
         self.views.used_up(spec, node)
 
     def _stirred(self) -> None:
@@ -197,7 +204,7 @@ class Placing:
             return given
         tried: dict[str, UntaxError] = {}
         while True:
-            box = await self._placed(request, began_s, tried)
+            box = await self._soon(request, began_s, tried) or await self._placed(request, began_s, tried)
             if box is not None:
                 return box
             try:
@@ -218,6 +225,30 @@ class Placing:
             self._handed_s = asyncio.get_running_loop().time()
             box.was_placed(Placed(str(self.views.here), _IN_HAND))
         return box
+
+    async def _soon(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox | None:
+        """What the caller's own node is making already, when a lease there has just ended. What another has idle would be missed there in its turn, so that on a full
+        fleet leases would only change places, and each of their actions have further to go.
+        """
+        own, node = self._own(), self.views.here
+        while self._coming and self._coming[0][1] < asyncio.get_running_loop().time():
+            self._coming.popleft()
+        if own is None or node is None or not self._coming or self._coming[0][0] != request.spec or self._is_out(node):
+            return None
+        self._coming.popleft()
+        try:
+            box = await own.fulfil(_in_time(request, began_s), may_refuse=True)
+        except UntaxError as exc:
+            if not is_better_elsewhere(exc):
+                raise
+            tried[node] = exc
+            return None
+        box.was_placed(Placed(node, _COMING))
+        return box
+
+    def _is_out(self, node: str) -> bool:
+        view = self.views.view(node)
+        return view is None or bool(view.trouble) or view.is_draining
 
     def _giver(self) -> RemoteEngine | None:
         """The caller's own node, while it has given something ahead."""

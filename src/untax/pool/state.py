@@ -165,6 +165,11 @@ class Pool:
         entry = self._stock.newest_idle(stages[-1].key)
         return entry if entry is not None and memory_mib <= entry.memory_mib else None
 
+    def is_coming(self, stages: tuple[Stage, ...]) -> bool:
+        """Whether one with all of these in place is being made that nobody waits for."""
+        spec = self._specs.get(stages[-1].key)
+        return spec is not None and spec.making > spec.waiting and not self._is_closed
+
     def is_idle(self, name: str) -> bool:
         entry = self._stock.get(name)
         return entry is not None and entry.state == "idle"

@@ -81,8 +81,10 @@ class RemoteEngine(Leasing):
         self._watching = {"is_resting": False}
         self._hand: Hand | None = None
         """None where channels come over the connection itself: who has one of those asks for each."""
-        self.on_nothing_ahead: Callable[[EnvSpec], None] | None = None
-        """Told when the next lease of this was wanted with the end of one, and the server says that nothing was idle for it."""
+        self.on_nothing_ahead: Callable[[EnvSpec, float | None], None] | None = None
+        """Told when the next lease of this was wanted with the end of one, and the server says that nothing was idle for it; and in how long something
+        will be, where it is being made already and nobody waits for it.
+        """
 
     # ---- its own life ----
 
@@ -356,7 +358,8 @@ class RemoteEngine(Leasing):
             hand.failed()
             reply.discard()
             if self.on_nothing_ahead is not None and reply.body.get("is_idle") is False:
-                self.on_nothing_ahead(request.spec)
+                coming_s = reply.body.get("idle_in_s")
+                self.on_nothing_ahead(request.spec, float(coming_s) if isinstance(coming_s, (int, float)) else None)
         else:
             late_s = (self.clock() - int(reply.body["held_ns"]) - self.server.shift_ns) / 1e9  # the way here may have taken its time
             silent_s = float(reply.body.get("silent_s", 0.0))

@@ -177,7 +177,7 @@ class Operations:
     async def _next(self, owner: Owner, lease_id: str, last: Request) -> Outcome:
         """Another one like the last, for who is likely to ask for it; nothing where that would have to wait or be made, or be somebody else's.
 
-        Where none is idle that is said.
+        Where none is idle that is said, and in how long one will be that is being made already and nobody waits for.
         """
         if not self._may_give(owner) or not last.is_plain or last.files:
             return Outcome({})
@@ -185,7 +185,8 @@ class Operations:
         request = last if last.is_ahead else replace(last, wait_s=_NEXT_S, on_asked=None, is_ahead=True)
         try:
             if not self._engine.has_idle(request):
-                return Outcome({"is_idle": False})
+                coming_s = self._engine.idle_in_s(request)
+                return Outcome({"is_idle": False} if coming_s is None else {"is_idle": False, "idle_in_s": coming_s})
             owner.gate.admit(request.spec)
             if (slot := owner.ahead.add(lease_id)) is None:
                 return Outcome({})
