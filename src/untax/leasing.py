@@ -18,6 +18,7 @@ from untax.box import Box
 from untax.core.errors import PoolClosed, UsageError
 from untax.core.span import Clock, now_ns
 from untax.core.spec import EnvSpec, Limits, Network
+from untax.core.tasks import EndOf
 from untax.leases import DEFAULT_TTL_S, Bindings, Lease, Offer, Request, checked
 from untax.snapshot import Snapshot
 
@@ -209,18 +210,8 @@ class Leasing(ABC):
 
     async def finish(self, task: asyncio.Task[T]) -> T:
         """Wait for a task to its end even when cancelled meanwhile; the cancellation is passed on afterwards."""
-        cancelled: asyncio.CancelledError | None = None
-        while not task.done():
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError as exc:
-                if task.cancelled():
-                    raise
-                cancelled = exc
-            except Exception:
-                break  # the task's own; raised below
-        if cancelled is not None:
-            raise cancelled
+        if not task.done():
+            await EndOf(task)
         return task.result()
 
 

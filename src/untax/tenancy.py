@@ -234,7 +234,8 @@ class Tenancy(Box):
         else:
             await self._open(watch)
         self._ledger.held(watch.last_ns)
-        self.begin_term()
+        if not self._request.is_ahead:  # whose time begins once whoever gave it looks after it
+            self.begin_term()
 
     def begin_term(self) -> None:
         """Its time begins now, again for one whose holder has only now got it."""

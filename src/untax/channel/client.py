@@ -141,6 +141,7 @@ class Channel:
         if self._timer is not None:
             self._timer.cancel()
         self._open.clear()
+        self._on_lost = None
         return Resumed(self._handshake.version, self._next_id, self._parser.rest())
 
     # ---- actions ----
@@ -542,10 +543,11 @@ class Channel:
         for future in (self._ready, self._closed):
             if not future.done():
                 future.set_result(None)
-        if self._on_lost is not None:
+        on_lost, self._on_lost = self._on_lost, None  # with it goes the circle of it and its holder, which only the collector would find
+        if on_lost is not None:
             lost = SandboxLost(self.sandbox_id, reason)
             lost.__cause__ = cause
-            self._on_lost(lost)
+            on_lost(lost)
 
 
 async def _in_thread(loop: asyncio.AbstractEventLoop, function: Callable[..., T], *args: object) -> T:

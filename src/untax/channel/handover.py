@@ -33,12 +33,13 @@ class Resumed:
     """The beginning of a frame whose rest is still to come."""
 
     def to_data(self) -> dict[str, Any]:
-        return {"major": wire.MAJOR, "minor": wire.MINOR, "cell": self.cell_version, "next_id": self.next_id, "kept": self.kept}
+        data = {"major": wire.MAJOR, "minor": wire.MINOR, "cell": self.cell_version, "next_id": self.next_id}
+        return {**data, "kept": self.kept} if self.kept else data  # which is rare
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Resumed:
         """`ProtocolError` for what is not one, or of another protocol than this process speaks."""
-        major, cell, next_id, kept = (data.get(name) for name in ("major", "cell", "next_id", "kept"))
+        major, cell, next_id, kept = data.get("major"), data.get("cell"), data.get("next_id"), data.get("kept", b"")
         if major != wire.MAJOR:
             raise ProtocolError(
                 f"the server's channels speak protocol {major!r}, this client {wire.MAJOR}: install the same release on both sides"

@@ -61,6 +61,7 @@ class SocketStream:
             if self._kept:
                 self._loop.remove_writer(self._fd)
         self._closed = True
+        self._receiver = None
         self._wake()
         return self._sock
 
@@ -181,17 +182,20 @@ class SocketStream:
         if self._closed:
             return
         self._closed = True
+        if self._loop is not None:
+            if not self._paused:
+                self._loop.remove_reader(self._fd)
+            if self._kept:
+                self._loop.remove_writer(self._fd)
         self._kept.clear()
         self._kept_size = 0
-        if self._loop is not None:
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # a child may hold a copy of the descriptor
         self._sock.close()
         self._wake()
-        if self._receiver is not None:
-            self._receiver.connection_lost(exc)
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.connection_lost(exc)
 
     def _wake(self) -> None:
         waiting, self._drained = self._drained, []

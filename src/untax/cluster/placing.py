@@ -236,8 +236,12 @@ class Placing:
         if own is None or node is None or not self._coming or self._coming[0][0] != request.spec or self._is_out(node):
             return None
         self._coming.popleft()
+        request = _in_time(request, began_s)
         try:
-            box = await own.fulfil(_in_time(request, began_s), may_refuse=True)
+            box = await own.fulfil(replace(request, wait_s=min(_SOON_S, request.wait_s or math.inf)), may_refuse=True)
+        except PoolTimeout as exc:  # it takes longer than such ones do, if it comes at all
+            tried[node] = LeaseRefused("busy", str(exc))
+            return None
         except UntaxError as exc:
             if not is_better_elsewhere(exc):
                 raise

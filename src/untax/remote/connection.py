@@ -206,8 +206,12 @@ class Connection:
     async def _in_turn(self, pending: _Pending) -> Reply:
         if pending.is_standing:
             return await self._asked(pending)
-        async with self._turns[pending.op in _MAY_WAIT_LONG]:
+        turns = self._turns[pending.op in _MAY_WAIT_LONG]
+        await turns.acquire()
+        try:
             return await self._asked(pending)
+        finally:
+            turns.release()
 
     async def _asked(self, pending: _Pending) -> Reply:
         while self._stream is None or self._is_closed:  # also when it is lost again before this went on

@@ -7,6 +7,7 @@ there is never a second lease for one request. With each request the client says
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -45,12 +46,16 @@ class Answer:
     """One request, under way or done, and who waits for it."""
 
     task: asyncio.Task[Outcome]
+    _on_end: Callable[[], object]
 
     def __init__(self) -> None:
         self.is_unwanted = False
         self._askers: list[tuple[Asker, int]] = []
 
-    def begin(self, begin: Begin, chore: Callable[[Coroutine[Any, Any, Outcome]], asyncio.Task[Outcome]]) -> None:
+    def begin(
+        self, begin: Begin, chore: Callable[[Coroutine[Any, Any, Outcome]], asyncio.Task[Outcome]], on_end: Callable[[], object]
+    ) -> None:
+        self._on_end = on_end
         self.task = chore(self._carried_out(begin))
         self.task.add_done_callback(self._done)
 
@@ -73,9 +78,10 @@ class Answer:
             asker.say({"id": request_id, "part": body})
 
     def _done(self, _: asyncio.Task[Outcome]) -> None:
-        """Of one that failed or was cancelled; the others are told already."""
-        for asker, request_id in self._take_askers():
-            self._tell(asker, request_id)
+        if self._askers:  # it failed or was cancelled; the others are told already
+            for asker, request_id in self._take_askers():
+                self._tell(asker, request_id)
+        self._on_end()
 
     def _take_askers(self) -> list[tuple[Asker, int]]:
         askers, self._askers = self._askers, []
@@ -131,9 +137,8 @@ class Answers:
                 asker.say({"id": request_id, "error": error_data(error)})
                 return
             answer = owner.answers[request_id] = Answer()
-            answer.begin(begin, self._chore)
             owner.under_way += 1
-            answer.task.add_done_callback(lambda _: self._ended(owner))
+            answer.begin(begin, self._chore, functools.partial(self._ended, owner))
             self._forget_old(owner)
         answer.ask(asker, request_id)
 

@@ -302,7 +302,8 @@ class Session:
 
     def _asked(self, owner: Owner, request_id: int, body: Body) -> None:
         service = self._service
-        service.owners.renew(owner)
+        if not self._proves_life:  # whose end is known when it comes
+            service.owners.renew(owner)
         if isinstance(seen := body.get("seen"), int):
             service.answers.seen(owner, seen)
         op, args = body["op"], body.get("args")

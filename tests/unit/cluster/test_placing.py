@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import time
 
 import pytest
 from tests.unit.server.test_service import until
@@ -442,6 +443,69 @@ async def test_a_node_that_had_nothing_idle_for_the_next_lease_is_known_to_have_
             assert after.ledger.placed.node == "a" and after.ledger.hit.kind == "exact"
             gate.set()
             await after.release()
+
+
+async def test_what_the_callers_own_node_is_making_already_is_waited_for_there_and_not_taken_from_another(tmp_path, monkeypatch):
+    """On a full fleet leases would only change places, and their actions go further."""
+    monkeypatch.setattr(module, "_SOON_S", 10.0)
+    async with one_coming(tmp_path) as (fleet, box, gate):
+        await box.release()
+        asyncio.get_running_loop().call_later(0.1, gate.set)
+        after = await asyncio.wait_for(fleet.lease(), 20)
+
+        assert after.ledger.placed.node == "b" and after.ledger.placed.why == module._COMING
+        assert after.ledger.hit.kind == "exact" and after.ledger.hit.waited_for == "a sandbox that was being made"
+        assert not fleet.placing._coming
+        await after.release()
+
+
+async def test_what_is_made_and_does_not_come_is_not_waited_for_while_another_node_has_one(tmp_path):
+    async with one_coming(tmp_path) as (fleet, box, gate):
+        await box.release()
+        after = await asyncio.wait_for(fleet.lease(), 20)
+
+        assert after.ledger.placed.node == "a" and after.ledger.hit.kind == "exact"
+        [(node, said)] = after.ledger.placed.tried
+        assert node == "b" and "nothing became free" in said
+        gate.set()
+        await after.release()
+
+
+async def test_who_comes_later_or_for_something_else_does_not_wait_for_what_is_being_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SOON_S", 10.0)
+    monkeypatch.setattr(module, "_NEXT_S", 0.2)
+    async with one_coming(tmp_path) as (fleet, box, gate):
+        await box.release()
+        other, tried = fleet.request(env={"OF": "another"}), {}
+        assert await fleet.placing._soon(other, time.monotonic(), tried) is None and fleet.placing._coming
+        fleet.placing.views.lost("b", "it does not answer")
+        assert await fleet.placing._soon(fleet.request(), time.monotonic(), tried) is None and fleet.placing._coming
+        await asyncio.sleep(0.21)
+        fleet.placing.views.view("b").trouble = ""
+        assert await fleet.placing._soon(fleet.request(), time.monotonic(), tried) is None and not fleet.placing._coming
+        assert not tried
+        gate.set()
+
+
+@contextlib.asynccontextmanager
+async def one_coming(tmp_path):
+    """Of two nodes the caller's own has nothing idle, only what is being made until the gate opens, and the other has three. Gives a box of the own node."""
+    async with nodes(tmp_path, "ab", here="b") as fleet:
+        for node in "ab":
+            await fleet.engines[node].warm(n=3)
+        while not fleet.engines["b"].has_in_hand:
+            await in_a_row(fleet, 1)
+        box = await fleet.lease()
+        assert box.ledger.placed.node == "b"
+        gate = fleet.services["b"].engine.substrate.gates["create"] = asyncio.Event()
+        async with untax.connect(fleet.engines["b"].url) as other:
+            while (await other.pools()).stages[-1].idle:
+                await other.acquire()
+            for node in "ab":
+                fleet.placing.views.told(
+                    node, {"idle": {box.ledger.wanted[-1].key: 3}, "costs": {"by_name": {"create": 2.0}, "by_key": {}}}
+                )
+            yield fleet, box, gate
 
 
 async def test_a_claim_of_what_was_in_hand_by_then_is_settled(tmp_path):

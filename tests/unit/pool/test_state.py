@@ -458,6 +458,20 @@ def test_a_refill_that_is_under_way_serves_a_ticket_that_comes_meanwhile():
     assert (given.ticket, given.entry, given.kind) == ("t1", "r1", "exact")
 
 
+def test_what_is_being_made_is_said_to_come_while_nobody_waits_for_it():
+    pool = ready()
+    assert not pool.is_coming(REPO)
+    (refill,) = pool.handle(Resized(0.0, (Target(REPO, 1),)))
+    assert pool.is_coming(REPO) and not pool.is_coming(IMAGE)
+    pool.handle(Resized(0.0, ()))
+    ask(pool, "t1", REPO, now=0.1)
+    assert not pool.is_coming(REPO)
+    pool.handle(Withdrawn(0.2, "t1"))
+    assert pool.is_coming(REPO)
+    pool.handle(Made(0.3, refill.order, "r1"))
+    assert not pool.is_coming(REPO)  # it is there
+
+
 def test_a_target_of_zero_during_leases_destroys_nothing_that_is_leased():
     """Q6."""
     pool = ready(Policy(linger_s=0.0))
