@@ -36,7 +36,7 @@ from untax.core.errors import (
 from untax.core.ledger import Placed
 from untax.core.spec import EnvSpec
 from untax.leases import Request
-from untax.pool.nodes import Ranked, is_better, is_favoured
+from untax.pool.nodes import Ranked, is_better
 from untax.remote.box import RemoteBox
 from untax.remote.engine import RemoteEngine
 
@@ -265,8 +265,7 @@ class Placing:
 
     def is_favoured(self, node: str) -> bool:
         """Whether the next lease like one that ends on this node may as well come from there."""
-        view = self.views.view(node)
-        return view is not None and is_favoured(view, self.views.all())
+        return self.views.favours(node)
 
     async def _placed(self, request: Request, began_s: float, tried: dict[str, UntaxError]) -> RemoteBox | None:
         """On the best node that does not refuse; None when all who might have room said that they have none."""

@@ -19,7 +19,7 @@ from untax.core.spec import EnvSpec, Limits
 from untax.core.stage import Stage
 from untax.grounds import Recipe, recipe_of
 from untax.pool.costs import Costs
-from untax.pool.nodes import NodeView, Ranked, rank, unfit
+from untax.pool.nodes import NodeView, Ranked, is_favoured, rank, unfit
 
 # How long a node is left alone that refused: doubled each time, until a lease of it succeeds.
 _AVOIDED_S, _MOST_AVOIDED_S = 0.1, 5.0
@@ -154,6 +154,7 @@ class Views:
         self._lacking: OrderedDict[tuple[_Asked, str], tuple[float, str]] = OrderedDict()  # until when, and what they said
         self._version = 0  # of all of this
         self._foreseen: _Foreseen | None = None
+        self._favoured: tuple[int, str, bool] = (-1, "", False)  # of which version and node that was said last
 
     # ---- who is there ----
 
@@ -225,6 +226,15 @@ class Views:
 
     def all(self) -> Iterable[NodeView]:
         return (one.view for one in self._nodes.values())
+
+    def favours(self, node: str) -> bool:
+        """Whether the next lease like one that ends on this node may as well come from there. Asked with the end of each, and seldom another than before."""
+        version, known, does = self._favoured
+        if version != self._version or known != node:
+            one = self._nodes.get(node)
+            does = one is not None and is_favoured(one.view, self.all())
+            self._favoured = self._version, node, does
+        return does
 
     @property
     def nodes(self) -> tuple[str, ...]:

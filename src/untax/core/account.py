@@ -62,7 +62,7 @@ def complete(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int) -> None:
 
 
 def holding(ledger: Ledger) -> dict[str, Any]:
-    """What the holder did, for the server."""
+    """What the holder did, for the server: all of it JSON as it stands."""
     held_ns = ledger._held_from_ns or ledger._start_ns
     folded = ledger._folded
     return {
@@ -73,7 +73,7 @@ def holding(ledger: Ledger) -> dict[str, Any]:
         "actions": [list(action) for action in ledger.actions],
         "folded": [folded.count, folded.busy_ns, folded.parts],
         "reasons": ledger._reasons,
-        **({"placed": ledger.placed} if ledger.placed is not None else {}),
+        **({"placed": [placed.node, placed.why, placed.tried]} if (placed := ledger.placed) is not None else {}),
         "egress": [[one.host, one.port, one.verdict, one.reason, one.at_ns] for one in ledger.egress],
         "egress_counts": [ledger._egress_allowed, ledger._egress_refused],
     }
@@ -83,10 +83,11 @@ def _placed(told: object) -> Placed | None:
     """As its holder says, in no more words than there should be."""
     if told is None:
         return None
-    if not isinstance(told, Placed):
+    if not isinstance(told, (list, tuple)):
         raise TypeError(f"a place that is {type(told).__name__}")
-    tried = tuple((str(node)[:_NAME_MAX], str(said)[:_WORDS_MAX]) for node, said in told.tried[:_TRIED_MAX])
-    return Placed(str(told.node)[:_NAME_MAX], str(told.why)[:_WORDS_MAX], tried)
+    node, why, others = told
+    tried = tuple((str(other)[:_NAME_MAX], str(said)[:_WORDS_MAX]) for other, said in others[:_TRIED_MAX])
+    return Placed(str(node)[:_NAME_MAX], str(why)[:_WORDS_MAX], tried)
 
 
 def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int, is_ahead: bool = False) -> None:

@@ -113,8 +113,8 @@ class PoolTimeout(PoolError):
 class LeaseRefused(PoolError):
     """A node that was asked to say so at once has no place for this lease; nothing was started, and another node may have one.
 
-    `reason` is a word for programs: `"draining"`, `"full"` (a lease would have to end first), `"busy"` (the tenant's allowance is used up)
-    or `"disk"` (there is no room for a stage).
+    `reason` is a word for programs: `"draining"`, `"full"` (a lease would have to end first), `"busy"` (the tenant's allowance is used up,
+    or what was being made for it was too long in coming) or `"disk"` (there is no room for a stage).
     """
 
     retryable = True

@@ -23,7 +23,7 @@ from untax.core.span import Stopwatch
 from untax.core.stream import ByteStream
 from untax.leases import Request
 from untax.remote.connection import Reply
-from untax.remote.messages import unpacked
+from untax.remote.messages import plain, unpacked
 from untax.remote.snapshot import RemoteSnapshot
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class RemoteBox(Box):
             if channel is not None:
                 channel.stop_listening()  # the server ends it ahead of its answer, and we would be woken once more for that
             # First the account, then the end: the server closes the channel once it knows that this is what the holder wants.
-            await self._engine.give_up(self._lease_id, self._request, account.holding(self._ledger))
+            await self._engine.give_up(self._lease_id, self._request, plain(account.holding(self._ledger)))
         except UntaxError as exc:
             log.info("the lease of sandbox %s was not given up (%s); its server does so by itself", self.id, exc)
         finally:

@@ -338,7 +338,7 @@ class RemoteEngine(Leasing):
         """Whether a lease like the last one would be asked for here again."""
         return True
 
-    async def give_up(self, lease_id: str, request: Request, account: Mapping[str, Any]) -> None:
+    async def give_up(self, lease_id: str, request: Request, account: bytes) -> None:
         """A lease is over. The next one of the same may come with the answer."""
         hand = self._hand if self._connection is not None and self._connection.can_take else None
         if hand is None or self._state != "running" or not self.wants_next or not hand.wants(request, len(self._boxes)):
@@ -368,7 +368,7 @@ class RemoteEngine(Leasing):
     async def _give_back(self, lease_id: str, *, is_unused: bool = False) -> None:
         """A lease that could not be taken, or that nobody asked for."""
         with contextlib.suppress(UntaxError):  # a server that is gone has given it back
-            await self.ask("release", lease=lease_id, account={}, **({"is_unused": True} if is_unused else {}))
+            await self.ask("release", lease=lease_id, account=b"", **({"is_unused": True} if is_unused else {}))
 
     # ---- for boxes and snapshots ----
 

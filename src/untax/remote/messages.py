@@ -19,7 +19,7 @@ from typing import Any
 
 from untax.core.errors import ProtocolError, UntaxError, UsageError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of these messages. Either side refuses another number, naming both."""
 
 MESSAGE_MAX = 64 << 20
@@ -289,6 +289,22 @@ def packed(value: Mapping[str, Any]) -> bytes:
 def unpacked(data: bytes) -> Body:
     """The same again."""
     return decode(data)[0]
+
+
+def plain(value: Mapping[str, Any]) -> bytes:
+    """As `packed`, of what is JSON as it stands: for who looks at every part of it anyway, and need not have it made of ours before."""
+    return _as_json(value).encode()
+
+
+def read_plain(data: bytes) -> Body:
+    """The same again, lists for tuples."""
+    try:
+        value = _read(data)
+    except (ValueError, RecursionError) as exc:
+        raise ProtocolError(f"a message that cannot be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ProtocolError("a message that is not an object")
+    return value
 
 
 KNOCK: Body = {"id": 0, "op": "knock"}

@@ -17,6 +17,8 @@ from untax.core.stream import ByteStream
 from untax.remote.messages import MESSAGE_MAX, Body, Framer, decode, encode
 
 _RECEIVE, _RECEIVE_SMALL = 256 << 10, 64 << 10  # as in `channel.stream`, and for its reasons
+# As plain numbers: each use of the flags of `socket` is a call or two of `enum`'s.
+_CLOEXEC, _TRUNCATED = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)
 _ANCILLARY = socket.CMSG_SPACE(8 * array.array("i").itemsize)
 _UCRED = struct.Struct("3i")
 _NONE = -1
@@ -138,7 +140,7 @@ class UnixStream:
 
     def _readable(self) -> None:
         try:
-            data, ancillary, flags, _ = self._sock.recvmsg(self._receive_size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+            data, ancillary, flags, _ = self._sock.recvmsg(self._receive_size, _ANCILLARY, _CLOEXEC)
         except (BlockingIOError, InterruptedError):
             return
         except OSError as exc:
@@ -149,7 +151,7 @@ class UnixStream:
                 fds = array.array("i")
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                 self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:
+        if flags & _TRUNCATED:
             self._fds.append(_NONE)  # it was sent, and this process can have no more of them: whoever waits for it is told
         self._receive_size = _RECEIVE_SMALL if len(data) < _RECEIVE_SMALL else _RECEIVE
         if not data:

@@ -16,7 +16,7 @@ from untax.core.ledger import Ledger
 from untax.core.spec import EnvSpec
 from untax.leases import Bindings, Request, checked
 from untax.pooling import STORE
-from untax.remote.messages import Body, packed
+from untax.remote.messages import Body, packed, read_plain
 from untax.server.answers import Outcome
 from untax.server.handed import Handed, HangUps, hand_over
 from untax.server.owners import Owner
@@ -146,8 +146,8 @@ class Operations:
         if box is None:
             return Outcome({})
         try:
-            if told := args.mapping("account"):
-                account.merge(box.ledger, told, shift_ns=args.shift_ns, is_ahead=is_ahead)
+            if told := args.octets("account"):
+                account.merge(box.ledger, read_plain(told), shift_ns=args.shift_ns, is_ahead=is_ahead)
             else:
                 box.ledger.fault("its holder could not take it")
         except BaseException:
@@ -448,6 +448,10 @@ class _Args:
     def truth_or_false(self, name: str) -> bool:
         """For what is said only where it is so."""
         return self.truth(name) if name in self._given else False
+
+    def octets(self, name: str) -> bytes:
+        value: bytes = self._of(name, bytes)
+        return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
         value: Mapping[str, Any] = self._of(name, dict)

@@ -542,7 +542,7 @@ def test_the_next_lease_is_placed_anew_where_another_node_has_clearly_less_to_do
     for node, said in (("a", own), ("b", other)):
         views.joined(node, isolation="none")
         views.told(node, {"cpus": 2, **said})
-    assert module.is_favoured(views.view("a"), views.all()) is is_kept
+    assert views.favours("a") is is_kept
 
 
 # ---- who places nothing rests ----

@@ -6,12 +6,16 @@ from untax.core import account
 from untax.core.errors import ProtocolError
 from untax.core.ledger import ActionRecord, EgressRecord, Ledger
 from untax.core.substrate import Unenforced
-from untax.remote.messages import decode, encode
+from untax.remote.messages import decode, encode, plain, read_plain
 from untax.testing import FakeClock
 
 
 def sent(body):
     return decode(encode(body)[4:])[0]
+
+
+def given_up(body):
+    return read_plain(plain(body))
 
 
 def a_server_s(clock):
@@ -87,7 +91,7 @@ def test_the_server_gets_the_holder_s_part(shift_ns, is_complete):
     theirs.add("reset", 1_071, 1_074)  # what it saw of it itself is not counted twice
     ours.fault("SandboxLost: gone")
 
-    account.merge(theirs, sent(account.holding(ours)), shift_ns=-shift_ns)
+    account.merge(theirs, given_up(account.holding(ours)), shift_ns=-shift_ns)
     theirs.released(1_081)
     theirs.add("cleanup", 1_080, 1_088)
     theirs.closed(1_088)
@@ -104,7 +108,7 @@ def test_the_server_gets_the_holder_s_part(shift_ns, is_complete):
 def test_a_lease_that_ended_by_its_time_keeps_the_server_s_cleanup():
     ours, theirs = a_rollout()
     theirs.add("cleanup", 1_080, 1_088)
-    account.merge(theirs, sent(account.holding(ours)), shift_ns=0)
+    account.merge(theirs, given_up(account.holding(ours)), shift_ns=0)
 
     assert round(theirs.metrics()["cleanup_s"] * 1e9) == 8
 
@@ -113,7 +117,7 @@ def test_a_lease_that_ended_by_its_time_keeps_the_server_s_cleanup():
 def test_an_account_that_cannot_be_read_changes_nothing(spoiled):
     ours, theirs = a_rollout()
     before = theirs.to_json()
-    data = sent(account.holding(ours)) | spoiled if spoiled else {}
+    data = given_up(account.holding(ours)) | spoiled if spoiled else {}
     with pytest.raises(ProtocolError):
         account.merge(theirs, data, shift_ns=0)
     assert theirs.to_json() == before
@@ -136,7 +140,7 @@ def test_what_was_given_ahead_begins_with_who_asked_for_it(shift_ns):
     ours = a_holder_s(theirs, asked_ns=2_000, come_ns=2_010, shift_ns=shift_ns)
     ours.record(ActionRecord("run", 2_020 + shift_ns, 2_038 + shift_ns, 2_040 + shift_ns, 10, "exited"))
     ours.released(2_050 + shift_ns)
-    account.merge(theirs, sent(account.holding(ours)), shift_ns=-shift_ns, is_ahead=True)
+    account.merge(theirs, given_up(account.holding(ours)), shift_ns=-shift_ns, is_ahead=True)
     for ledger, shift in ((ours, shift_ns), (theirs, 0)):
         ledger.add("cleanup", 2_050 + shift, 2_060 + shift)
         ledger.closed(2_060 + shift)

@@ -14,7 +14,7 @@ from untax.core.spec import EnvSpec, Limits, Repo
 from untax.core.stage import Stage
 from untax.core.substrate import Unenforced
 from untax.remote import messages
-from untax.remote.messages import Framer, decode, encode, error_data, error_of
+from untax.remote.messages import Framer, decode, encode, error_data, error_of, plain, read_plain
 
 
 def there_and_back(body, descriptors=0):
@@ -192,3 +192,11 @@ def test_the_json_is_json():
     [message] = Framer().feed(encode({"a": (1, b"x")}))
     size, _, _ = struct.unpack_from("<III", message)
     assert json.loads(message[16 : 16 + size]) == {"a": [1, {"$bytes": 0}]}
+
+
+@pytest.mark.parametrize("spoiled", [b"", b"{", b"[1]", b"\xff", b'{"a": 1} {}', b"[" * 100_000])
+def test_what_is_plain_is_read_as_it_was_and_what_cannot_be_read_is_refused(spoiled):
+    value = {"parts": [["queue", 1, 2]], "text": "\"$bytes\" ü", "share": 0.5, "none": None}
+    assert read_plain(plain(value)) == value
+    with pytest.raises(errors.ProtocolError):
+        read_plain(spoiled)

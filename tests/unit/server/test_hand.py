@@ -829,7 +829,7 @@ async def test_who_could_not_say_what_it_takes_asks_for_nothing_ahead(fake, tmp_
 async def test_an_ordinary_lease_cannot_be_ended_without_an_account(fake, tmp_path):
     async with serving(tmp_path, fake) as service, untax.connect(service.url) as engine:
         box = await engine.acquire()
-        await engine.ask("release", lease=box._lease_id, account={}, is_unused=True)
+        await engine.ask("release", lease=box._lease_id, account=b"", is_unused=True)
         [ledger] = await engine.ledgers()
         assert ledger["reasons"] == ["its holder could not take it"]
         await box.release()
