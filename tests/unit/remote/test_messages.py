@@ -196,7 +196,7 @@ def test_the_json_is_json():
 
 @pytest.mark.parametrize("spoiled", [b"", b"{", b"[1]", b"\xff", b'{"a": 1} {}', b"[" * 100_000])
 def test_what_is_plain_is_read_as_it_was_and_what_cannot_be_read_is_refused(spoiled):
-    value = {"parts": [["queue", 1, 2]], "text": "\"$bytes\" ü", "share": 0.5, "none": None}
+    value = {"parts": [["queue", 1, 2]], "text": '"$bytes" ü', "share": 0.5, "none": None}
     assert read_plain(plain(value)) == value
     with pytest.raises(errors.ProtocolError):
         read_plain(spoiled)
