@@ -244,7 +244,7 @@ class Engine(Leasing):
         return self._state == "running" and self.pooling.has_idle(request)
 
     def idle_in_s(self, request: Request) -> float | None:
-        """In how long at most there will be one, where one is being made that nobody waits for."""
+        """About how long it takes until there is one, where one is being made that nobody waits for."""
         return self.pooling.idle_in_s(request) if self._state == "running" else None
 
     def foresee(self, spec: EnvSpec) -> None:

@@ -210,9 +210,7 @@ class Leasing(ABC):
 
     async def finish(self, task: asyncio.Task[T]) -> T:
         """Wait for a task to its end even when cancelled meanwhile; the cancellation is passed on afterwards."""
-        if not task.done():
-            await EndOf(task)
-        return task.result()
+        return await EndOf(task)
 
 
 async def _release_all(boxes: Sequence[Box]) -> None:

@@ -108,7 +108,7 @@ class Pooling:
         return stages is not None and self.driver.at_once(stages, request.spec.limits.memory_mib) is not None
 
     def idle_in_s(self, request: Request) -> float | None:
-        """In how long one will be at most, where one is being made that nobody waits for; None where it is not."""
+        """About how long it takes to make one, where one is being made that nobody waits for; None where it is not."""
         stages = self._ladders.get((recipe_of(request.spec), self._engine.fixed(request.spec)))
         return self.driver.costs.of("create") if stages is not None and self.driver.state.is_coming(stages) else None
 

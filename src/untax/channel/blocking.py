@@ -585,4 +585,5 @@ class BlockingChannel:
             lost = SandboxLost(self.sandbox_id, self._reason)
             lost.__cause__ = self._cause
             self._on_lost(lost)
+            self._on_lost = None  # as `Channel` does, and not before: what is interrupted here is done once more
         self._is_ended = True

@@ -46,8 +46,8 @@ _MOST_FULL = 3  # nodes that are said to be full and are asked all the same, bef
 _LEAST_WAIT_S = 0.001
 _QUIET_S = 0.005  # without a word from any node or a lease: then the next one's node is found ahead, which takes nothing from anybody
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.1, 5.0  # until a node that did not answer is asked again what it has
-_SOON_S = 0.05  # one that is made within that is waited for at the caller's own node; so long would it take to make one elsewhere
-_NEXT_S = 0.1  # from the end of a lease on, in which a worker in a loop comes for the next
+_COMING_S = 0.05  # one that is made within that is waited for at the caller's own node; so long would it take to make one elsewhere
+_COMES_S = 0.1  # from the end of a lease on, in which a worker in a loop comes for the next
 _IN_HAND = "in hand: given by the caller's own node with the end of the lease before it"
 _COMING = "the caller's own node said that one is being made there which nobody waits for"
 
@@ -163,8 +163,8 @@ class Placing:
 
     def _nothing_ahead(self, node: str, spec: EnvSpec, coming_s: float | None) -> None:
         """It had nothing idle to give with the end of a lease: what it told while this client rested is outdated. The lease that is placed next wakes it."""
-        if coming_s is not None and coming_s <= _SOON_S and node == self.views.here:
-            self._coming.append((spec, asyncio.get_running_loop().time() + _NEXT_S))
+        if coming_s is not None and coming_s <= _COMING_S and node == self.views.here:
+            self._coming.append((spec, asyncio.get_running_loop().time() + _COMES_S))
         self.views.used_up(spec, node)
 
     def _stirred(self) -> None:
@@ -233,12 +233,15 @@ class Placing:
         own, node = self._own(), self.views.here
         while self._coming and self._coming[0][1] < asyncio.get_running_loop().time():
             self._coming.popleft()
-        if own is None or node is None or not self._coming or self._coming[0][0] != request.spec or self._is_out(node):
+        if own is None or node is None or node in tried or self._is_out(node):
             return None
-        self._coming.popleft()
+        one = next((one for one in self._coming if one[0] == request.spec), None)
+        if one is None:
+            return None
+        self._coming.remove(one)
         request = _in_time(request, began_s)
         try:
-            box = await own.fulfil(replace(request, wait_s=min(_SOON_S, request.wait_s or math.inf)), may_refuse=True)
+            box = await own.fulfil(replace(request, wait_s=min(_COMING_S, request.wait_s or math.inf)), may_refuse=True)
         except PoolTimeout as exc:  # it takes longer than such ones do, if it comes at all
             tried[node] = LeaseRefused("busy", str(exc))
             return None

@@ -305,7 +305,10 @@ class Views:
             return []
         now_s, lack = self._clock(), self._lack(asked)
         for one in self._nodes.values():
-            one.view.avoided_s = max(0.0, one.avoided_until_s - now_s)
+            avoided_s = max(0.0, one.avoided_until_s - now_s)
+            if (avoided_s > 0) != (one.view.avoided_s > 0):
+                self._version += 1
+            one.view.avoided_s = avoided_s
             if now_s > one.create_told_s + _DOUBT_S:
                 self._doubt(one)
             if one.used_up and now_s > one.used_up_until_s:

@@ -20,6 +20,8 @@ _HOLDERS = ("sandboxes", "resets", "placed")
 _NAME_MAX = 200
 _WORDS_MAX = 2000
 _TRIED_MAX = 64
+_NUMBER_MAX = 1 << 62
+"""Nanoseconds since any beginning, bytes, counts: what is more than this is none of them, and no arithmetic is to meet it."""
 
 
 def opening(ledger: Ledger) -> dict[str, Any]:
@@ -79,6 +81,13 @@ def holding(ledger: Ledger) -> dict[str, Any]:
     }
 
 
+def _number(told: object) -> int:
+    """`ValueError` for what would be believed here and fail whoever reckons with it."""
+    if not isinstance(told, int) or not -_NUMBER_MAX <= told <= _NUMBER_MAX:
+        raise ValueError("a number that is none, or larger than there are any")
+    return told
+
+
 def _placed(told: object) -> Placed | None:
     """As its holder says, in no more words than there should be."""
     if told is None:
@@ -96,28 +105,33 @@ def merge(ledger: Ledger, data: Mapping[str, Any], *, shift_ns: int, is_ahead: b
     `is_ahead`: it was given before anybody asked for it, and begins with whoever did.
     """
     try:
-        held_ns = int(data["held_ns"]) + shift_ns
-        asked_ns = int(data["asked_ns"]) + shift_ns
+        held_ns = _number(data["held_ns"]) + shift_ns
+        asked_ns = _number(data["asked_ns"]) + shift_ns
         released = data["released_ns"]
-        parts = [(str(name)[:_NAME_MAX], int(start) + shift_ns, int(end) + shift_ns) for name, start, end in data["parts"]]
+        parts = [(str(name)[:_NAME_MAX], _number(start) + shift_ns, _number(end) + shift_ns) for name, start, end in data["parts"]]
         actions = [
             ActionRecord(
-                str(name)[:_NAME_MAX], int(start) + shift_ns, int(received) + shift_ns, int(end) + shift_ns, int(inside), str(outcome)
+                str(name)[:_NAME_MAX],
+                _number(start) + shift_ns,
+                _number(received) + shift_ns,
+                _number(end) + shift_ns,
+                _number(inside),
+                str(outcome),
             )
             for name, start, received, end, inside, outcome in data["actions"]
         ]
         count, busy_ns, sums = data["folded"]
-        folded = (int(count), int(busy_ns), {str(name): int(ns) for name, ns in sums.items()})
+        folded = (_number(count), _number(busy_ns), {str(name): _number(ns) for name, ns in sums.items()})
         reasons = [str(reason) for reason in data["reasons"]]
         attempts = [
-            EgressRecord(str(host), int(port), str(verdict), str(reason), int(at_ns) + shift_ns)
+            EgressRecord(str(host), _number(port), str(verdict), str(reason), _number(at_ns) + shift_ns)
             for host, port, verdict, reason, at_ns in data["egress"]
         ]
-        allowed, refused = (int(number) for number in data["egress_counts"])
-        released_ns = None if released is None else int(released) + shift_ns
+        allowed, refused = map(_number, data["egress_counts"])
+        released_ns = None if released is None else _number(released) + shift_ns
         placed = _placed(data.get("placed"))
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ProtocolError(f"a lease was given up without its account: {exc!r}") from exc
+        raise ProtocolError(f"a lease was given up without its account: {str(exc)[:_WORDS_MAX]}") from exc
     if is_ahead:
         ledger.asked_at += (asked_ns - ledger._start_ns) / 1e9
         ledger._start_ns = ledger._held_from_ns = asked_ns

@@ -129,8 +129,9 @@ class Lane:
         self._kept_size = 0
         self._wake()
         self._on_end(self)
-        if self._receiver is not None:
-            self._receiver.connection_lost(exc)
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.connection_lost(exc)
 
     # ---- when the connection changes ----
 

@@ -293,7 +293,10 @@ def unpacked(data: bytes) -> Body:
 
 def plain(value: Mapping[str, Any]) -> bytes:
     """As `packed`, of what is JSON as it stands: for who looks at every part of it anyway, and need not have it made of ours before."""
-    return _as_json(value).encode()
+    try:
+        return _as_json(value).encode()
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise UsageError(f"{type(value).__name__} cannot be sent to a server: {exc}") from exc
 
 
 def read_plain(data: bytes) -> Body:

@@ -78,10 +78,11 @@ class Answer:
             asker.say({"id": request_id, "part": body})
 
     def _done(self, _: asyncio.Task[Outcome]) -> None:
-        if self._askers:  # it failed or was cancelled; the others are told already
-            for asker, request_id in self._take_askers():
+        try:
+            for asker, request_id in self._take_askers():  # of one that failed or was cancelled; the others are told already
                 self._tell(asker, request_id)
-        self._on_end()
+        finally:
+            self._on_end()
 
     def _take_askers(self) -> list[tuple[Asker, int]]:
         askers, self._askers = self._askers, []

@@ -221,10 +221,12 @@ class Operations:
     def _look(self) -> None:
         """After all whose time has come, and seldom: a timer of its own for each would wake a busy server once more for every lease."""
         loop, left = asyncio.get_running_loop(), self._to_look_after
-        while left and left[0][0] <= loop.time():
-            _, owner, lease_id = left.popleft()
-            self._look_after(owner, lease_id)
-        self._looking = loop.call_at(max(left[0][0], loop.time() + _TOGETHER_S), self._look) if left else None
+        try:
+            while left and left[0][0] <= loop.time():
+                _, owner, lease_id = left.popleft()
+                self._look_after(owner, lease_id)
+        finally:  # or leases would never end by their time
+            self._looking = loop.call_at(max(left[0][0], loop.time() + _TOGETHER_S), self._look) if left else None
 
     def _look_after(self, owner: Owner, lease_id: str) -> None:
         """What was given ahead a while ago and is still there: leased, or in the hand of a client that is busy with something else and gives nothing back."""

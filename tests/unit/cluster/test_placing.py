@@ -447,7 +447,7 @@ async def test_a_node_that_had_nothing_idle_for_the_next_lease_is_known_to_have_
 
 async def test_what_the_callers_own_node_is_making_already_is_waited_for_there_and_not_taken_from_another(tmp_path, monkeypatch):
     """On a full fleet leases would only change places, and their actions go further."""
-    monkeypatch.setattr(module, "_SOON_S", 10.0)
+    monkeypatch.setattr(module, "_COMING_S", 10.0)
     async with one_coming(tmp_path) as (fleet, box, gate):
         await box.release()
         asyncio.get_running_loop().call_later(0.1, gate.set)
@@ -472,8 +472,8 @@ async def test_what_is_made_and_does_not_come_is_not_waited_for_while_another_no
 
 
 async def test_who_comes_later_or_for_something_else_does_not_wait_for_what_is_being_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_SOON_S", 10.0)
-    monkeypatch.setattr(module, "_NEXT_S", 0.2)
+    monkeypatch.setattr(module, "_COMING_S", 10.0)
+    monkeypatch.setattr(module, "_COMES_S", 0.2)
     async with one_coming(tmp_path) as (fleet, box, gate):
         await box.release()
         other, tried = fleet.request(env={"OF": "another"}), {}
@@ -501,6 +501,7 @@ async def one_coming(tmp_path):
         async with untax.connect(fleet.engines["b"].url) as other:
             while (await other.pools()).stages[-1].idle:
                 await other.acquire()
+            fleet.services["b"].engine.pooling.driver.costs.hear({"create": 0.001}, {})  # however slow the machine is
             for node in "ab":
                 fleet.placing.views.told(
                     node, {"idle": {box.ledger.wanted[-1].key: 3}, "costs": {"by_name": {"create": 2.0}, "by_key": {}}}
@@ -542,7 +543,12 @@ def test_the_next_lease_is_placed_anew_where_another_node_has_clearly_less_to_do
     for node, said in (("a", own), ("b", other)):
         views.joined(node, isolation="none")
         views.told(node, {"cpus": 2, **said})
-    assert views.favours("a") is is_kept
+    assert views.favours("a") is views.favours("a") is is_kept
+    assert views.favours("nobody") is False
+    views.told("a", {"busy": 0.0, "leased": 0, "is_draining": False})
+    assert views.favours("a") is True
+    views.drained("a")
+    assert views.favours("a") is False
 
 
 # ---- who places nothing rests ----

@@ -113,7 +113,24 @@ def test_a_lease_that_ended_by_its_time_keeps_the_server_s_cleanup():
     assert round(theirs.metrics()["cleanup_s"] * 1e9) == 8
 
 
-@pytest.mark.parametrize("spoiled", [{}, {"held_ns": "x"}, {"parts": [1]}, {"actions": [[1]]}, {"folded": None}])
+NUMBERS = [10**400, -(10**400), float("inf"), 1 << 63, 1.5]
+
+
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {},
+        {"held_ns": "x"},
+        {"parts": [1]},
+        {"actions": [[1]]},
+        {"folded": None},
+        {"placed": ["a", "why"]},
+        *({"asked_ns": number} for number in NUMBERS),
+        *({"parts": [["queue", 1, number]]} for number in NUMBERS),
+        *({"folded": [0, 0, {"action": number}]} for number in NUMBERS),
+        *({"egress_counts": [0, number]} for number in NUMBERS),
+    ],
+)
 def test_an_account_that_cannot_be_read_changes_nothing(spoiled):
     ours, theirs = a_rollout()
     before = theirs.to_json()

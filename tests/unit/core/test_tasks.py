@@ -15,8 +15,7 @@ async def work(until, outcome=None):
 
 
 async def end_of(task):
-    await EndOf(task)
-    return task.result()
+    return await EndOf(task)
 
 
 @pytest.fixture(params=["c", "python"])
