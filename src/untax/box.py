@@ -57,7 +57,7 @@ class Box(ABC):
         self._channel: Channel | None = None
         self._over: str | None = None  # why no action is possible any more
         self._blameless = False  # it is over because the holder wanted it so
-        self._ending: asyncio.Task[None] | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._changing = asyncio.Lock()  # one reset or snapshot at a time
 
@@ -299,7 +299,7 @@ class Box(ABC):
         """Give the sandbox up. Returns when it is gone; safe to call twice."""
         await self._engine.finish(self._begin_release())
 
-    def _begin_release(self) -> asyncio.Task[None]:
+    def _begin_release(self) -> asyncio.Future[None]:
         """As `release`, for who has something else to do until then."""
         if self._ending is None:
             self._blameless = True
@@ -328,6 +328,10 @@ class Box(ABC):
         ledger.add("cleanup", *watch.part())
         ledger.closed(watch.last_ns)
         self._engine.forget(self)
+        # From here on a plain future in the place of this task: a task goes by way of code of Python's that swallows an interrupt, and whoever holds the box may let go
+        # of it in any thread.
+        self._ending = asyncio.get_running_loop().create_future()
+        self._ending.set_result(None)
 
     @abstractmethod
     async def _give_back(self, reason: str) -> None:

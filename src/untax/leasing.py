@@ -208,7 +208,7 @@ class Leasing(ABC):
         task.add_done_callback(self._chores.discard)
         return task
 
-    async def finish(self, task: asyncio.Task[T]) -> T:
+    async def finish(self, task: asyncio.Future[T]) -> T:
         """Wait for a task to its end even when cancelled meanwhile; the cancellation is passed on afterwards."""
         return await EndOf(task)
 

@@ -19,7 +19,7 @@ class EndOf(Generic[T]):
 
     __slots__ = ("_asyncio_future_blocking", "_task")
 
-    def __init__(self, task: asyncio.Task[T]) -> None:
+    def __init__(self, task: asyncio.Future[T]) -> None:
         self._asyncio_future_blocking = False
         self._task = task
 
@@ -32,7 +32,7 @@ class EndOf(Generic[T]):
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return self._task.get_loop()
 
-    def add_done_callback(self, tell: Callable[[asyncio.Task[T]], object], *, context: contextvars.Context | None = None) -> None:
+    def add_done_callback(self, tell: Callable[[asyncio.Future[T]], object], *, context: contextvars.Context | None = None) -> None:
         self._task.add_done_callback(tell, context=context)
 
     def cancel(self, msg: object = None) -> bool:  # noqa: ARG002
