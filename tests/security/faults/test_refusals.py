@@ -52,7 +52,12 @@ async def test_x13_a_single_call_that_fails_is_rolled_back(state, call):
         await host.call("release", box="first")
         launcher = launcher_of(host.pid)
         met = 0
-        for when in range(1, 6 if LONG else 3):
+        for turn in range(1, 12 if LONG else 8):
+            when = (
+                turn if turn < (6 if LONG else 3) else 1
+            )  # where what was made ahead served all of these on a busy machine: until it does not
+            if turn != when and met:
+                break
             async with strace(launcher, f"inject={call}:error=EBUSY:when={when}") as struck:
                 # One finds what was made ahead, the other does not.
                 names = {"b": {}, "c": {"workdir": "/elsewhere"}}
